@@ -31,7 +31,8 @@ _Prepare = Callable[[engine.Engine, Mapping[str, Json]], CompletionJob]
 
 
 class JsonDocument(dict[str, Json]):
-    """A JSON object whose fields are also attributes: `reply.choices[0].message.content`."""
+    """A JSON object whose fields are also attributes: `reply.choices[0].message.content`. An absent field
+    raises AttributeError, except optional ones of OpenAI's documents, such as `usage`, which are None."""
 
     def __getattr__(self, name: str) -> Json:
         if name in self:
@@ -58,13 +59,13 @@ class _Local:
         max_batch: int | None = None,
         speculate: str | Path | Speculate | None = None,
     ) -> None:
-        """Loads the bundle in directory `bundle`. Raises BundleError for a damaged bundle, SetupError if this
-        machine cannot run it.
+        """Loads the bundle in directory `bundle`. Raises BundleError for a damaged bundle, one for another
+        processor, or a draft bundle that does not fit; SetupError if the machine lacks something else.
 
         threads: number of computing threads (default: the physical cores that this process may use; the first
         load of a process decides). max_batch: maximum answers at a time (default: the library's limit).
         speculate: "lookup", or the directory of a smaller bundle with the same vocabulary, which drafts
-        tokens.
+        tokens; None: no drafts.
         """
         executor, tokenizer = untrusted.load(bundle, threads)
         how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
@@ -90,13 +91,13 @@ class _Local:
         return [token for token in tokens if isinstance(token, int)]
 
     def close(self) -> None:
-        """Ends all running requests and stops the engine of this bundle."""
+        """Ends all running requests with an error, and stops the engine of this bundle."""
         self._running.close()
 
 
 class Engine(_Local):
     """A bundle that runs in this process, with the interface of OpenAI's client; calls block until the answer
-    is complete. Any number of threads may call at the same time."""
+    is complete, or return an iterator for a stream. Any number of threads may call at the same time."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class Completions:
         document of the whole answer; with `stream`, an iterator over its chunks.
 
         Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
-        answer fails later.
+        answer fails later; with `stream`, the iterator raises it.
         """
         job = self._prepare(self._running, _body(self._running, {**body, "stream": stream}))
         answers = Answers(self._running, job.requests)
@@ -195,7 +196,8 @@ class _Responses:
 
     def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[CompletionJob, ResponseOutput, Kept]:
         """Checks the fields of a request to /v1/responses. Returns (the requests for the engine, the response
-        that their events fill, the record to store at its end). Raises RequestError for an invalid field."""
+        that their events fill, the record to store at its end). Raises RequestError for an invalid field, or
+        a request that cannot be served."""
         call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:
             before = self._history.before(call.previous)
@@ -231,7 +233,7 @@ class Responses(_Responses):
         response; with `stream`, an iterator over its events.
 
         Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
-        response fails later.
+        response fails later; with `stream`, the iterator raises it.
         """
         job, output, entry = self._begun(stream, body)
         events = self._events(Answers(self._running, job.requests), output, entry)
@@ -294,7 +296,7 @@ class AsyncCompletions:
         document of the whole answer; with `stream`, an asynchronous iterator over its chunks.
 
         Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
-        answer fails later.
+        answer fails later; with `stream`, the iterator raises it.
         """
         checked_body = _body(self._running, {**body, "stream": stream})
         job = await asyncio.to_thread(self._prepare, self._running, checked_body)
@@ -343,7 +345,7 @@ class AsyncResponses(_Responses):
         response; with `stream`, an asynchronous iterator over its events.
 
         Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
-        response fails later.
+        response fails later; with `stream`, the iterator raises it.
         """
         job, output, entry = await asyncio.to_thread(self._begun, stream, body)
         events = self._events(AsyncAnswers(self._running, job.requests), output, entry)
@@ -370,8 +372,8 @@ class AsyncResponses(_Responses):
 
 
 async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
-    """Returns one list of events for each of `count` answers, once all have ended. Raises the error of an
-    answer that fails."""
+    """Returns one list of events for each of `count` answers, once all have ended. Raises the error of the
+    first answer that fails, and cancels the others."""
     received: list[list[Event]] = [[] for _ in range(count)]
     try:
         async for index, event in answers.events():
@@ -385,7 +387,8 @@ async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
 
 def _body(running: engine.Engine, fields: Mapping[str, object]) -> dict[str, Json]:
     """Returns keyword arguments as the JSON object of a request body; tuples become lists, and JsonDocuments
-    plain objects. Raises RequestError if `model` names another model."""
+    plain objects. Raises RequestError if `model` names another model, TypeError for a value that JSON lacks.
+    """
     body = plain(fields)
     assert isinstance(body, dict)
     service.check_model(running, body.get("model"))

@@ -56,16 +56,16 @@ def load(
 ) -> tuple[Executor, Tokenizer]:
     """Loads the bundle in directory `path`, and returns its executor and its tokenizer, ready for an engine.
     threads: number of computing threads, None for the default; pages: number of pages of the KV cache, None
-    for enough for a full batch. Raises BundleError for a damaged bundle, SetupError if this machine cannot
-    run it."""
+    for enough for a full batch. Raises BundleError for a damaged bundle or one for another device or
+    processor, SetupError if the machine lacks something else that loading needs."""
     executor = loading.load(path, threads, pages, check)
     return executor, Tokenizer.of(executor.path, executor.manifest)
 
 
 def check(path: Path, manifest: Manifest) -> None:
     """Loads, in a child process, those parts of a bundle (library, tokenizer) that no child process has
-    loaded successfully before. Raises BundleError if that fails, SetupError if this machine cannot run the
-    bundle or start a process."""
+    loaded successfully before, and records in the user's cache directory the parts that could be loaded.
+    Raises BundleError if one cannot, SetupError if this machine cannot run the bundle or start a process."""
     notes = {part: _note(part, manifest) for part in _parts(manifest)}
     new = [part for part, note in notes.items() if note is None or not note.exists()]
     if not new:
@@ -119,9 +119,9 @@ def _version(part: str, manifest: Manifest) -> list[str]:
 
 
 def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
-    """Loads parts of a bundle ("library", "tokenizer") in a child process. Returns (parts that could be
-    loaded, error message for the first one that could not, or ""). Raises SetupError if no process can be
-    started, or this machine cannot run the bundle."""
+    """Loads parts of a bundle ("library", "tokenizer") in a child process, in order, up to the first one that
+    cannot be loaded. Returns (parts that were loaded, error message for the other one, or ""). Raises
+    SetupError if no process can be started, or this machine cannot run the bundle."""
     how, code = f"takes more than {SECONDS:g} s", None
     try:
         process = subprocess.run(
@@ -159,7 +159,8 @@ def work() -> None:
     """Runs inside the child process that tries a bundle. Its command-line arguments are the bundle's
     directory and the parts to load: "library", "tokenizer".
 
-    Writes a line with the name of each part that could be loaded, or an error message.
+    Writes to standard output a line with the name of each part that could be loaded. At the first one that
+    cannot, it writes the error message and exits with the error's exit code.
     """
     limit()
     path, parts = Path(sys.argv[1]), sys.argv[2:]
@@ -196,7 +197,8 @@ def _use(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def limit() -> None:
-    """Limits the address space of this process to 4 GiB, and disables core dumps."""
+    """Limits the address space of this process to 4 GiB, where the system has such a limit, and disables core
+    dumps."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -61,12 +61,15 @@ class Child:
 
     def ask(self, document: object, patience: float) -> Json:
         """Sends a JSON document to the child process and returns its answer. Raises EndedError if there is
-        none within `patience` seconds or the process ends, and SetupError if no process can be started."""
+        none within `patience` seconds or the process ends, and SetupError if no process can be started or it
+        ends with exit code 1. After an error the process is killed; the next call starts another one."""
         return self.ask_line(as_line(document), patience)
 
     def ask_line(self, line: bytes, patience: float) -> Json:
-        """Sends a line of JSON to the child process and returns its answer. Raises EndedError if there is
-        none within `patience` seconds or the process ends, and SetupError if no process can be started."""
+        """Sends a JSON document, as one line with its line feed, to the child process and returns its answer.
+        Raises EndedError if there is none within `patience` seconds or the process ends, and SetupError if no
+        process can be started or it ends with exit code 1. After an error the process is killed; the next
+        call starts another one."""
         process = self._running()
         try:
             answer: Json = json.loads(self._exchange(process, line, patience))
@@ -158,8 +161,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limits the address space of this process to `more` bytes above its present size. On macOS, which lacks
-    such a limit, it does nothing: only time and text sizes are limited there."""
+    """Disables core dumps of this process, and limits its address space to `more` bytes above the present
+    size. macOS lacks such a limit: there, only time and text sizes are limited."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""Returns freed memory of the C library's allocator to the operating system."""
+"""Makes the C library's allocator return freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linu
 
 
 def give_back() -> None:
-    """Returns the unused memory pages of the C library's allocator to the system. glibc would keep pages
-    between used ones for good: about half of the memory of a grammar that was compiled to constrain answers.
-    """
+    """Makes the C library's allocator return its unused memory pages to the operating system. glibc would
+    keep pages between used ones for good: about half of the memory of a grammar that was compiled to
+    constrain answers. On systems other than Linux it does nothing."""
     if _TRIM is not None:
         _TRIM(0)

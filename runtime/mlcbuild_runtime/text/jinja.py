@@ -41,8 +41,8 @@ def seconds(size: int) -> float:
 
 def work() -> None:
     """Runs the child process that renders chat templates: reads a JSON object with a template and its
-    variables from each line of its input, and writes a line with the result. A number on the first line is
-    added to the process's niceness."""
+    variables from each line of its input, and writes a line with the result. A line with a number adds it to
+    the process's niceness, and is answered with `true`."""
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401  (what templates need is loaded before their time runs)
 
@@ -63,7 +63,7 @@ def work() -> None:
 
 def _answer(request: Mapping[str, Json], templates: dict[str, Template], size: int) -> dict[str, Json]:
     """Renders a chat template, and returns {"text": the prompt}, {"refused": the template's message} or
-    {"failed": the reason}.
+    {"failed": the reason}. A template that takes too much CPU time ends the process by a signal.
 
     templates: cache, source -> compiled template; size: bytes of the request. Only the template's work is
     timed: reading and writing texts is bounded by their size.

@@ -80,7 +80,8 @@ class Tokenizer:
 
     def encode(self, text: str, longest: int | None = None) -> list[int]:
         """Returns the tokens of a prompt, with BOS where the tokenizer adds one; a BOS in the text is not
-        doubled. Raises RequestError for a text of more than `longest` bytes."""
+        doubled. Raises RequestError for a text of more than `longest` bytes (None: no limit), or one that the
+        tokenizer cannot read."""
         check_length(text, longest)
         tokens = self.vocabulary.encode(text, special=True)
         if self.bos is not None and tokens[:2] == [self.bos, self.bos]:
@@ -94,8 +95,8 @@ class Tokenizer:
         longest: int | None = None,
     ) -> list[int]:
         """Returns the tokens of the prompt for an answer to `messages`. options: more variables for the chat
-        template. Raises RequestError if the template refuses the messages, or for a prompt of more than
-        `longest` bytes."""
+        template. Raises RequestError if there is no template, if it refuses the messages or fails, if too
+        many requests wait for it, or for a prompt of more than `longest` bytes (None: no limit)."""
         return self.vocabulary.encode(self.rendered(messages, options, longest), special=False)
 
     def rendered(
@@ -105,8 +106,9 @@ class Tokenizer:
         longest: int | None = None,
     ) -> str:
         """Returns the text of the prompt for an answer to `messages`, with all special tokens, which the chat
-        template writes itself. options: more variables for the template. Raises RequestError if the template
-        refuses the messages, or for a prompt of more than `longest` bytes."""
+        template writes itself. options: more variables for the template. Raises RequestError if there is no
+        template, if it refuses the messages or fails, if too many requests wait for it, or for a prompt of
+        more than `longest` bytes (None: no limit)."""
         text = self.template.render(messages, options or {})
         check_length(text, longest)
         return text
@@ -120,7 +122,8 @@ class Tokenizer:
         return TextStream(self.vocabulary, stop, message and self.vocabulary.leading_space, shown)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Returns the text of a whole sequence of tokens, without special tokens."""
+        """Returns the text of a whole sequence of tokens, without special tokens and without the space that
+        some tokenizers put first."""
         stream = self.stream(message=True)
         return "".join([*(stream.push(token) for token in tokens), stream.finish()])
 
@@ -134,7 +137,8 @@ class Tokenizer:
 
 
 def check_length(text: str, longest: int | None) -> None:
-    """Raises RequestError for a text of more than `longest` bytes: tokenizing a megabyte takes a second."""
+    """Raises RequestError for a text of more than `longest` bytes; None means no limit. Tokenizing a megabyte
+    takes a second."""
     if longest is not None and len(text) * 4 > longest and (size := len(text.encode())) > longest:
         raise RequestError(
             f"the prompt has {size} bytes, and the context has no room for more than {longest}: shorten it",
@@ -160,8 +164,8 @@ class TextStream:
         """True after a stop string has appeared, after which no more text follows."""
 
     def push(self, token: int) -> str:
-        """Adds a token of the answer, and returns the new text that is certain: later tokens cannot change
-        it."""
+        """Adds a token of the answer, and returns the new text that is certain, possibly "": later tokens
+        cannot change it. After a stop string it returns ""."""
         shown = self._shown.get(token)
         data = self._vocabulary.token_bytes(token) if shown is None else shown.encode()
         return self._take(self._decoder.decode(data))
@@ -195,8 +199,7 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Returns the length of the longest prefix of the stop string `stop`, shorter than all of it, with which
-    `text` ends.
-    """
+    `text` ends; 0 if there is none."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,9 +1,9 @@
 """Defines a lock that one thread holds at a time, and for which clients are served in turn.
 
-The threads of one client are served in order of arrival, unless some of them are delayed behind the others. A
-thread waits for at most one thread of each other client at a time. Where cheap and expensive work have
-separate locks, the queue for expensive work should be long: a client that is refused there tries again at
-once, and joins the queue for cheap work first.
+The threads of one client are served in order of arrival, unless some of them are delayed behind the others.
+Before the next thread of a client, at most one thread of each other client is served. Where cheap and
+expensive work have separate locks, the queue for expensive work should be long: a client that is refused
+there tries again at once, and joins the queue for cheap work first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FairLock:
     @contextmanager
     def turn(self, seconds: float | None = None, delay: float = 0.0) -> Iterator[None]:
         """Waits for the lock, up to `seconds` or without limit for None, and holds it while the context is
-        open. delay: seconds; threads of the same client that arrive within this time go first. Raises
+        open. delay: seconds for which threads of the same client that arrive later still go first. Raises
         CrowdedError if the queue is full, the time passes, or another client's thread takes the place."""
         mine = self._enter(client.get(), time.monotonic() + delay)
         try:

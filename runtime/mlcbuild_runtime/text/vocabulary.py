@@ -50,7 +50,8 @@ class Vocabulary(Protocol):
     carries one."""
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Returns the tokens of a text. special: True if BOS and other tokens of prompts are added."""
+        """Returns the tokens of a text. special: True if BOS and other tokens of prompts are added. Raises
+        RequestError for a text that the tokenizer cannot read."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -58,7 +59,8 @@ class Vocabulary(Protocol):
         ...
 
     def token_name(self, token: int) -> str:
-        """Returns the name of a token, special or not, as the tokenizer file spells it."""
+        """Returns the name of a token, special or not, as the tokenizer file spells it; "" if the vocabulary
+        lacks it."""
         ...
 
     def token_id(self, name: str) -> int | None: ...
@@ -153,7 +155,8 @@ one letter."""
 
 
 def _growth(tokenizer: Tokenizer) -> int:
-    """Returns the factor by which the replacements in a tokenizer's normalizer may make a text longer."""
+    """Returns the largest factor by which the replacements in a tokenizer's normalizer may make a text
+    longer; 1 without a normalizer."""
     if tokenizer.normalizer is None:
         return 1
     growth, steps = 1, [json.loads(tokenizer.normalizer.__getstate__())]
@@ -166,7 +169,7 @@ def _growth(tokenizer: Tokenizer) -> int:
 
 def _decoder_steps(tokenizer: Tokenizer) -> dict[str, Json]:
     """Returns the settings of each step of a tokenizer's decoder: type of the step -> its JSON object in
-    tokenizer.json."""
+    tokenizer.json; {} without a decoder."""
     if tokenizer.decoder is None:
         return {}
     state = json.loads(tokenizer.decoder.__getstate__())
