@@ -28,8 +28,8 @@ class AnswerSyntax(Protocol):
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
         """Returns the constraint that the text of an answer must match, with its reasoning and tool calls;
-        None if any text is allowed. space: True if the answer may begin with a space. Raises RequestError for
-        an invalid grammar or schema."""
+        None if any text is allowed. space: True if the answer may begin with a space. Raises RequestError if
+        the request states a grammar beside tools."""
         ...
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
@@ -49,7 +49,8 @@ def answer_syntax(tokenizer: Tokenizer, form: Form, prompt: str) -> AnswerSyntax
 
 @dataclass(frozen=True)
 class ChannelSyntax:
-    """The syntax of answers in channels, as gpt-oss writes them."""
+    """The syntax of answers that are divided into channels (reasoning, tool calls, text), as gpt-oss writes
+    them: OpenAI's harmony format."""
 
     channels: Harmony
 
@@ -59,9 +60,8 @@ class ChannelSyntax:
         return self.channels.tokens
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint that the text of an answer must match, None for no constraint. Raises
-        RequestError for an invalid grammar or schema.
-        """
+        """Returns the constraint that the text of an answer must match, None for no constraint; `space` has
+        no effect. Raises RequestError if the request states a grammar beside tools."""
         return self.channels.constraint(call.toolbox, call.options.constraint)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
@@ -86,9 +86,9 @@ class MarkedSyntax:
         return {**call_tokens, **({} if self.thinking is None else self.thinking.tokens)}
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint that the text of an answer must match, None for no constraint. Raises
-        RequestError for an invalid grammar or schema.
-        """
+        """Returns the constraint that the text of an answer must match, None for no constraint. space: True
+        if the answer may begin with a space. Raises RequestError if the request states a grammar beside
+        tools."""
         box, constraint = call.toolbox, call.options.constraint
         free = box is not None and box.choice == "auto" and constraint is None
         if box is not None:

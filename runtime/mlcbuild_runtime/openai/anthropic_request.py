@@ -86,9 +86,8 @@ def chat_body(body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def counted_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Translates the body of a request to Anthropic's /v1/messages/count_tokens, JSON, to that of a request
-    for a chat completion, and returns it; both have the same prompt. Raises RequestError for an invalid
-    field."""
+    """Returns the body of a chat completion with the same prompt as a body of Anthropic's endpoint
+    /v1/messages/count_tokens. Raises RequestError for an invalid field, naming it."""
     return _chat(RequestBody(body, COUNT))
 
 
@@ -145,7 +144,8 @@ def _output(config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _messages(where: str, message: Json) -> list[Json]:
     """Returns a message of Anthropic's API as OpenAI chat messages: one for each tool result in it, then one
-    for the rest. where: the message's place, for errors. Raises RequestError for an invalid message."""
+    for the rest, which is left out if it has no text beside tool results. where: the message's place, for
+    errors. Raises RequestError for an invalid message."""
     match message:
         case {"role": "user" | "assistant" as role, "content": str() | list() as content}:
             blocks: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -45,7 +45,8 @@ def error_document(error: ServingError) -> Document:
 
 class MessageOutput:
     """One answer of Anthropic's endpoint /v1/messages while it is generated. Its method `events` converts the
-    engine's events to those of a stream; its attribute `document` is the message so far, as JSON."""
+    engine's events to those of a stream; its attribute `document` is the whole message as JSON, without
+    content until the last event."""
 
     def __init__(self, model: str, prompt: Prompt) -> None:
         self._reader = prompt.reader() if prompt.reader is not None else None
@@ -68,7 +69,8 @@ class MessageOutput:
         return {"type": "message_start", "message": dict(self.document)}
 
     def events(self, event: Event) -> Iterator[Document]:
-        """Yields the events of Anthropic's stream that one event of the engine causes."""
+        """Yields the events of Anthropic's stream that one event of the engine (a token, or the end) causes.
+        An error of the engine becomes the event `error`."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -123,8 +125,8 @@ class MessageOutput:
 
 
 def _arguments(text: str) -> Json:
-    """Returns the arguments of a tool call, decoded from JSON; {} for a call that the limit of tokens has cut
-    off."""
+    """Returns the arguments of a tool call, decoded from JSON; {} if the text is not complete JSON, because
+    the limit of tokens has cut the call off."""
     try:
         value: Json = json.loads(text)
     except ValueError:

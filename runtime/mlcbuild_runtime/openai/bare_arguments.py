@@ -103,8 +103,7 @@ class BareRules:
     def value(self, schema: Json) -> str:
         """Returns a Lark expression that matches the values which a JSON schema accepts, and more if the
         schema uses keywords other than types, `properties`, `items`, `enum`, `const` and `anyOf`. Keys come
-        in the schema's order.
-        """
+        in the schema's order. The rules to which the expression refers are added to `listed`."""
         if not isinstance(schema, dict):
             return "any"
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -134,7 +133,7 @@ class BareRules:
     def _object(self, properties: Mapping[str, Json], required: list[Json]) -> str:
         """Returns a Lark expression that matches an object with these properties, in this order; an optional
         property may be left out together with its comma. properties: name -> JSON schema; required: names of
-        the properties that are not optional."""
+        the properties that are not optional. A rule for each property is added to `listed`."""
         later, first = "", ""
         for key, schema in reversed(list(properties.items())):
             name = f"p{len(self.listed)}"

@@ -49,8 +49,9 @@ def parse_body(data: bytes) -> dict[str, Json]:
 
 def parse_json(data: bytes, where: str = "") -> Json:
     """Returns the value of JSON text from a client, in its body or in the field `where`. Raises ValueError
-    for invalid JSON, and RequestError for valid JSON that cannot be processed: unpaired surrogates, and
-    numbers that are infinite as floats."""
+    for invalid JSON, text that is not UTF-8, and more than 200 levels, and RequestError for valid JSON that
+    cannot be processed: too many values, lists and objects, or fields (413), unpaired surrogates, and numbers
+    that are infinite as floats."""
     if _has_too_many([data]) and _has_too_many(_without_texts(data)):
         raise RequestError(
             f"{where or 'the body'} has more than {MAX_VALUES} values, {MAX_CONTAINERS} lists and objects, or"
@@ -70,8 +71,8 @@ def parse_json(data: bytes, where: str = "") -> Json:
 
 
 def _has_too_many(pieces: Iterable[bytes]) -> bool:
-    """Returns True if a JSON text, passed in pieces, may have more values than a body may have. The values
-    are counted by punctuation, including that inside strings."""
+    """Returns True if a JSON text, passed in pieces, may have more values, lists and objects, or fields than
+    a body may have. They are counted by punctuation, including that inside strings."""
     containers = commas = colons = 0
     for piece in pieces:
         containers += piece.count(b"[") + piece.count(b"{")
@@ -103,7 +104,8 @@ def _matches(pattern: re.Pattern[bytes], data: bytes) -> bool:
 
 def _check_values(value: Json, where: str) -> None:
     """Raises RequestError, naming the place in the body, for a string with unpaired surrogates or an infinite
-    number inside a JSON value."""
+    number inside a JSON value. An infinite number that is itself the value of a field of the body is left to
+    the check of that field."""
     if isinstance(value, str):
         checked_text(where or "the body", value)
     elif isinstance(value, float) and not math.isfinite(value) and not where.isidentifier():
@@ -241,9 +243,8 @@ class RequestBody:
         return None if value is None else checked_text(key, value)
 
     def object(self, key: str) -> dict[str, Json]:
-        """Returns the JSON object in a field of the body; {} if the field is absent. Raises RequestError for
-        another type.
-        """
+        """Returns the JSON object in a field of the body; {} if the field is absent. The field's schema must
+        have the type `object`, so that another value was refused when the body was checked."""
         value = self._values.get(key, {})
         assert isinstance(value, dict)
         return value

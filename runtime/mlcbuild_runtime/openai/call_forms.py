@@ -63,8 +63,9 @@ class Form:
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary | None = None) -> Form:
-        """Returns the syntax of tool calls that a chat template implies. vocabulary: provides the special
-        tokens."""
+        """Returns the syntax of tool calls that a chat template implies: the first one whose texts the
+        template has, or plain JSON objects if it has none of them, or does not mention tools. vocabulary:
+        provides the special tokens; None for none."""
         if "tools" not in template:
             return cls(native=False)
         for syntax in SYNTAXES:
@@ -115,7 +116,7 @@ class Form:
 
     def head_rule(self, name: str) -> str:
         """Returns the text with which a call of the tool `name` begins as a Lark expression; where calls are
-        numbered, any number is allowed."""
+        numbered, any number of up to three digits is allowed."""
         if self.by_name is not None and self.by_name.numbered:
             return f"{self.literal(name + ':')} /[0-9]{{1,3}}/ {self.literal(self.by_name.after)}"
         return self.literal(self.head(name))
@@ -132,7 +133,8 @@ class Form:
         return " ".join(literals)
 
     def call_id(self) -> str:
-        """Returns a new random id for a tool call: nine hexadecimal digits, or "call_" and 24 of them."""
+        """Returns a new random id for a tool call: "call_" and 24 hexadecimal digits, or nine of them alone
+        if the template accepts only such ids."""
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
 

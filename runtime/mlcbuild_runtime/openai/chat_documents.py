@@ -113,8 +113,9 @@ class Reply:
         return self._document(kind, choices) | {"usage": self._usage(), **self._timings()}
 
     def chunks(self, index: int, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
-        """Yields OpenAI's stream chunks, possibly none, for one event (a token, or an error) of the answer
-        with the index `index`. include_usage: True if the last chunk reports the numbers of tokens."""
+        """Yields OpenAI's stream chunks, possibly none, for one event (a token, or the end) of the answer
+        with the index `index`; an error becomes an error document. include_usage: True if a further chunk,
+        after the end of the last answer, reports the numbers of tokens."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -218,8 +219,9 @@ class Reply:
         }
 
     def _timings(self) -> dict[str, Json]:
-        """Returns the times that the engine spent on the answer, in a field `timings` like that of
-        llama.cpp's server; {} for several answers, which share steps of the model."""
+        """Returns the times that the engine spent on the answer, in milliseconds, in a field `timings` like
+        that of llama.cpp's server; {} if there are none, and for several answers, which share steps of the
+        model."""
         last = self._choices[0].last
         if len(self._choices) > 1 or last is None or last.times is None:
             return {}
@@ -280,8 +282,9 @@ class Reply:
         return by_name
 
     def _completion_logprobs(self, choice: _Choice, events: Sequence[Event]) -> dict[str, list[Json]]:
-        """Returns the log-probabilities of a text completion in OpenAI's format, an object of parallel lists.
-        events: the engine's events, one for each token of the answer."""
+        """Returns the log-probabilities of a text completion in OpenAI's format, an object of parallel lists,
+        and advances the text offset of the answer. events: the engine's next events, one for each token of
+        the answer, with log-probabilities."""
         offsets: list[Json] = []
         for event in events:
             offsets.append(choice.offset)

@@ -66,8 +66,9 @@ FORMATS = (*_GUIDED, "json_schema", "structured_outputs")
 
 def translated(body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns a request body in which fields of other servers, such as vLLM and llama.cpp, are replaced by
-    this server's fields of the same meaning; unknown fields stay. Raises RequestError for fields that
-    contradict each other."""
+    this server's fields of the same meaning. Fields that are null or request nothing are left out; unknown
+    fields stay. Raises RequestError for fields that contradict each other, or an invalid format of the
+    answer."""
     fields: dict[str, Json] = {key: value for key, value in body.items() if value is not None}
     for key, allowed in NEUTRAL.items():
         if key in fields and _is_among(fields[key], allowed):

@@ -64,9 +64,8 @@ class History:
         self._bytes, self._max_kept, self._max_bytes = 0, max_kept, max_bytes
 
     def keep(self, entry: Kept) -> None:
-        """Stores a response that has ended, and drops the least recently used responses if all together are
-        too large.
-        """
+        """Stores a response that has ended, and drops the least recently used responses while there are too
+        many or all together are too large; a response that alone is too large is not stored either."""
         # The items before are shared with the responses that this one continues.
         text = json.dumps([entry.document, entry.items])
         values = text.count(",") + text.count("[") + text.count("{")
@@ -78,8 +77,8 @@ class History:
             self._bytes -= gone
 
     def find(self, name: str, param: str | None = None) -> Kept:
-        """Returns the stored response with the id `name`. Raises RequestError (404) if there is none. param:
-        the request's field with the id, for the error."""
+        """Returns the stored response with the id `name`, which then counts as the most recently used one.
+        Raises RequestError (404) if there is none. param: the request's field with the id, for the error."""
         if name not in self._kept:
             raise RequestError(
                 f"there is no response {name[:80]!r}: it was never stored, or is no longer kept",
@@ -109,8 +108,8 @@ class History:
         self._running.pop(output.id, None)
 
     def cancel(self, name: str) -> dict[str, Json] | None:
-        """Ends the running response with the id `name` and returns its document; None if no such response is
-        running."""
+        """Ends the running response with the id `name` and returns its document so far, with the status
+        "cancelled"; None if no such response is running."""
         if name not in self._running:
             return None
         output, interrupt = self._running[name]

@@ -33,7 +33,8 @@ Other fields are accepted only with values that change nothing."""
 
 def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the body of OpenAI's /v1/completions that means the same as a body of llama.cpp's /completion.
-    Raises RequestError for an invalid field."""
+    Raises RequestError for a field that this endpoint lacks, or fields that contradict each other; the values
+    of other fields are not checked yet."""
     fields = translated(body)
     unknown = {key: value for key, value in fields.items() if key not in api.COMPLETION or key in _OWN[:2]}
     checked(unknown, {**TABLE, "max_tokens": api.COMMON["max_tokens"]})
@@ -53,8 +54,9 @@ class LlamaOutput:
         self._stated: list[Json] = prompt if self._is_list and isinstance(prompt, list) else [prompt]
 
     def documents(self, index: int, event: Event) -> Iterator[Document]:
-        """Yields the JSON documents of llama.cpp's stream that one event of the engine (a token, or the end)
-        causes. index: index of the answer to which the event belongs."""
+        """Yields the JSON document of llama.cpp's stream that one event of the engine (a token, or the end)
+        causes; none for a token without text, and an error document for an error. index: index of the answer
+        to which the event belongs."""
         if event.error is not None:
             yield error_document(event.error)
         elif event.text or event.last:
@@ -95,8 +97,9 @@ class LlamaOutput:
 
 
 def _timings(event: Event, size: int) -> Document:
-    """Returns the times that the engine spent on an answer, as the field `timings` of llama.cpp's server.
-    event: the answer's last event; size: number of tokens of the prompt."""
+    """Returns the times that the engine spent on an answer, as the field `timings` of llama.cpp's server:
+    numbers of tokens, milliseconds and tokens per second, or only numbers of tokens if no times were
+    measured. event: the answer's last event; size: number of tokens of the prompt."""
     computed = size - event.cached
     times: Document = {"cache_n": event.cached, "prompt_n": computed, "predicted_n": event.tokens}
     if event.times is None:

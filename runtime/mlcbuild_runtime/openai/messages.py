@@ -91,7 +91,8 @@ def messages(body: RequestBody) -> tuple[Message, ...]:
 
 def _named(listed: list[Message]) -> list[Message]:
     """Returns chat messages in which each tool result has the name of the called tool, for chat templates
-    that write it (Gemma, Kimi)."""
+    that write it (Gemma, Kimi). A result keeps its own name if it has one, and has none if its call is
+    missing."""
     names: dict[Json, Json] = {}
     named = list[Message]()
     for message in listed:
@@ -165,8 +166,8 @@ def content_text(where: str, content: Json) -> str:
 
 def _call(where: str, call: Json) -> Json:
     """Returns a tool call of an assistant's message, checked, with its arguments parsed from text to a JSON
-    value, as chat templates expect them. where: the call's place, for errors. Raises RequestError for an
-    invalid call."""
+    value, as chat templates expect them; an empty text becomes {}. where: the call's place, for errors.
+    Raises RequestError for an invalid call."""
     fields = call if isinstance(call, dict) else {}
     is_function = fields.get("type", "function") == "function" and isinstance(fields.get("id", ""), str)
     match call:

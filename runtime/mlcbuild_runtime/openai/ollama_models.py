@@ -70,7 +70,8 @@ def shown(entry: ServedModel, manifest: Manifest) -> dict[str, Json]:
 
 
 def _template(entry: ServedModel, manifest: Manifest) -> str:
-    """Returns the source text of a bundle's chat template; "" where there is none."""
+    """Returns the source text of a bundle's chat template; "" where there is none, or its file cannot be
+    read."""
     try:
         name = "tokenizer_config.json"
         config = files.read_json(entry.path / name, _LARGEST) if name in manifest.files else {}

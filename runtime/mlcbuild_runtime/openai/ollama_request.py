@@ -117,7 +117,11 @@ def chat_body(body: Mapping[str, Json], context: int) -> dict[str, Json]:
 def generate_body(body: Mapping[str, Json], context: int, has_template: bool) -> dict[str, Json]:
     """Returns the request body that means the same as a body of Ollama's /api/generate: a chat completion
     with `messages`, or a text completion with `prompt` if the body has `raw` or the model has no chat
-    template. Raises RequestError for an invalid field, naming it."""
+    template. Raises RequestError for an invalid field, naming it.
+
+    context: number of tokens of the model's context, which `num_ctx` must not exceed. has_template: True if
+    the model has a chat template.
+    """
     fields = RequestBody(body, GENERATE)
     prompt, system = fields.text("prompt") or "", fields.text("system")
     common = _common(fields, context)
@@ -128,8 +132,9 @@ def generate_body(body: Mapping[str, Json], context: int, has_template: bool) ->
 
 
 def _common(fields: RequestBody, context: int) -> dict[str, Json]:
-    """Returns the fields that requests to Ollama's /api/chat and /api/generate have in common, under OpenAI's
-    names. context: number of tokens of the model's context. Raises RequestError for an invalid field."""
+    """Returns the fields that requests to Ollama's /api/chat and /api/generate have in common (`stream`,
+    `options`, `format`), converted to OpenAI's. context: number of tokens of the model's context, which
+    `num_ctx` must not exceed. Raises RequestError for an invalid field."""
     common: dict[str, Json] = {"stream": fields.boolean("stream", default=True)}
     options = RequestBody(_named(fields.object("options")), OPTIONS)
     window = options.integer("num_ctx")
@@ -285,8 +290,8 @@ def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
 
 
 def texts(value: Json) -> list[Json]:
-    """Returns the texts in `value`, the field `input` of Ollama's /api/embed: a text or a list of texts.
-    Raises RequestError for anything else."""
+    """Returns the texts in `value`, the field `input` of Ollama's /api/embed: a text or a list of texts,
+    which may be empty. Raises RequestError for anything else, and for an empty text."""
     listed: list[Json] = value if isinstance(value, list) else [value]
     for item in listed:
         if not isinstance(item, str):

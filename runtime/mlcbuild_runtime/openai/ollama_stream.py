@@ -45,7 +45,8 @@ class OllamaOutput:
         self._began = time.monotonic()
 
     def documents(self, event: Event) -> Iterator[Document]:
-        """Yields the JSON documents of Ollama's stream that one event of the engine causes."""
+        """Yields the JSON documents of Ollama's stream that one event of the engine (a token, or the end)
+        causes. A tool call is one document, after its last token; an error becomes an error document."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -92,8 +93,8 @@ class OllamaOutput:
         return {**shared, "message": {"role": "assistant", "content": content, **more}, "done": False}
 
     def _called(self) -> Iterator[Document]:
-        """Yields the chunk of Ollama's stream, a JSON document, with the tool call whose arguments have
-        arrived completely, if there is one."""
+        """Yields the chunk of Ollama's stream, a JSON document, with the tool call that was being read, if
+        there is one. Its arguments are {} if the limit of tokens has cut them off."""
         if self._name:
             try:
                 arguments: Json = json.loads(self._arguments)

@@ -78,7 +78,8 @@ def schema_constraint(schema: Mapping[str, Json] | bool, param: str) -> Constrai
 
 
 def schema_text(schema: Mapping[str, Json] | bool) -> str:
-    """Returns a JSON schema as text, in the form that llguidance requires."""
+    """Returns a JSON schema as text, in the form that llguidance requires: its objects have no keys that the
+    schema does not name, and white space is limited."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return json.dumps({**closed(schema), "x-guidance": SPACES})

@@ -234,8 +234,9 @@ def _items(value: Json) -> tuple[Item, ...]:
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
-    """Returns the items of a /v1/responses conversation as chat messages; consecutive tool calls become one
-    message. Raises RequestError for an invalid item."""
+    """Returns the items of a /v1/responses conversation as chat messages. Tool calls join an assistant's
+    message directly before them, and reasoning joins the assistant's message after it. Raises RequestError
+    for an invalid item."""
     converted: list[dict[str, Json]] = []
     reasoning = ""
     for i, item in enumerate(items):
@@ -297,7 +298,8 @@ def _reasoning_text(where: str, item: Item) -> str:
 
 def _content(where: str, content: Json) -> Json:
     """Returns the content of an item of /v1/responses, a text or a list of parts, in the format of chat
-    messages. where: the content's place, for errors. Raises RequestError for a part that is not text."""
+    messages; anything but a list is returned unchanged. where: the content's place, for errors. Raises
+    RequestError for a part that is not text."""
     if not isinstance(content, list):
         return content
     parts: list[Json] = []

@@ -21,7 +21,8 @@ CANCELLED = "cancelled"
 
 class ResponseOutput:
     """One response of /v1/responses while it is generated. Its method `events` converts the engine's events
-    to those of a stream; its attribute `document` is the response so far, as JSON."""
+    to those of a stream; its attribute `document` is the response as JSON, without output and usage until the
+    last event."""
 
     def __init__(self, model: str, prompt: Prompt, shown: Mapping[str, Json]) -> None:
         """Begins a response of /v1/responses. model: its name in the response; prompt: the prompt of the
@@ -57,7 +58,7 @@ class ResponseOutput:
 
     def events(self, event: Event) -> Iterator[Document]:
         """Yields the events of the stream of /v1/responses that one event of the engine (a token, or the end)
-        causes."""
+        causes. After an error the last one is `response.failed`."""
         self._tokens = max(self._tokens, event.tokens)
         if event.text or event.last:
             pieces = [CallPiece("text", event.text)] if event.text else []

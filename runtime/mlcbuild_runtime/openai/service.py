@@ -88,14 +88,15 @@ def serve_in_turn(address: str) -> None:
 
 
 def constrained(body: Mapping[str, Json]) -> bool:
-    """Returns True if the body of a chat or completion states a constraint on the answer, which must be
-    compiled."""
+    """Returns True if the body of a chat or completion states a response format or tools, which make a
+    constraint on the answer that must be compiled."""
     return any(body.get(key) for key in ("response_format", "tools", *FORMATS))
 
 
 def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     """Returns the requests for the engine, and the reply that they fill, for a body of /v1/chat/completions.
-    Raises RequestError for an invalid field, or a prompt that is too long."""
+    Raises RequestError for an invalid field, messages that the chat template refuses, a constraint that
+    cannot be compiled, or a prompt that is too long."""
     call, tokenizer = api.chat_call(body, running.manifest.serving), running.tokenizer
     form, options = Form.of(tokenizer.template.source, tokenizer.vocabulary), call.options
     prompt = rendered(running, call, form)
@@ -112,7 +113,8 @@ def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
 
 def rendered(running: Engine, call: api.ChatCall, form: Form) -> str:
     """Returns the prompt of a chat as text: its messages and tools in the bundle's chat template. form:
-    syntax of tool calls in the template. Raises RequestError for messages that the template refuses."""
+    syntax of tool calls in the template. Raises RequestError for messages that the template refuses, or a
+    prompt that is too long."""
     listed, box = call.messages, call.toolbox
     extra = {**template_variables(call.effort, call.enable_thinking), **call.template_options}
     if not form.native:
@@ -124,7 +126,8 @@ def rendered(running: Engine, call: api.ChatCall, form: Form) -> str:
 
 def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     """Returns the requests for the engine, and the reply that they fill, for a body of /v1/completions.
-    Raises RequestError for an invalid field, or a prompt that is too long."""
+    Raises RequestError for an invalid field, a constraint that cannot be compiled, prompts that are too long,
+    or too many log-probabilities."""
     call = api.completion_call(body, running.manifest.serving)
     requests, prompts, total = [], [], 0
     for number, prompt in enumerate(call.prompts):
@@ -183,8 +186,9 @@ def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], 
 
 
 def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the response to a request to /tokenize: the tokens of the text in `prompt`, or of the chat in
-    `messages`. Raises RequestError for an invalid field."""
+    """Returns the response to a request to /tokenize: {"tokens": tokens of the text in `prompt` or `content`,
+    or of the chat in `messages`, "count": their number, "max_model_len": tokens of the context}. Raises
+    RequestError for an invalid field, messages that the template refuses, or a text that is too long."""
     fields = RequestBody(body, TOKENIZE)
     special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
     prompt = fields.text("prompt")
@@ -206,7 +210,8 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _piece(running: Engine, token: int) -> Json:
-    """Returns the text of a token; a list of its bytes if they are only part of a character."""
+    """Returns the text of a token, or its name if it is a special token; a list of its bytes if they are only
+    part of a character."""
     data = running.tokenizer.vocabulary.token_bytes(token)
     try:
         return data.decode() or running.tokenizer.vocabulary.token_name(token)
@@ -215,8 +220,8 @@ def _piece(running: Engine, token: int) -> Json:
 
 
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the response to a request to /detokenize: the text of the tokens in its field `tokens`. Raises
-    RequestError for an invalid field."""
+    """Returns the response to a request to /detokenize, {"prompt": text, "content": the same text}: the text
+    of the tokens in its field `tokens`. Raises RequestError for an invalid field."""
     fields = RequestBody(body, DETOKENIZE)
     value, size = fields.get("tokens"), running.manifest.vocab_size
     listed = value if isinstance(value, list) else [None]
@@ -257,8 +262,8 @@ def _request(
 
 def _with_ends(running: Engine, options: api.GenerationOptions) -> Sampling:
     """Returns the sampling parameters of a request, with the tokens that must not be sampled before the
-    answer has `min_tokens` tokens. Raises RequestError if `min_tokens` is combined with a response format or
-    a required tool call."""
+    answer has `min_tokens` tokens. Raises RequestError if `min_tokens` is combined with a constraint: a
+    response format or tools."""
     if not options.sampling.min_tokens:
         return options.sampling
     if options.constraint is not None:

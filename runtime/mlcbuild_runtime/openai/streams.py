@@ -39,8 +39,9 @@ class Answers:
         self._tickets = service.submit(running, requests, sinks, WINDOW)
 
     def events(self) -> Iterator[tuple[int, Event]]:
-        """Yields (index of the answer, event) until all answers have ended. Raises the error of an answer
-        that fails."""
+        """Yields (index of the answer, event) until all answers have ended. Raises the error of the first
+        answer that fails. At the end, or when the caller closes the generator, answers that still run are
+        cancelled."""
         running = len(self._tickets)
         try:
             while running:
@@ -107,14 +108,15 @@ class AsyncAnswers:
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yields (index of the answer, event) until all answers have ended or one has failed; an error is an
-        event, too."""
+        event, too. Answers that still run then are not cancelled."""
         async for batch in self.batches():
             for index, event in batch:
                 yield index, event
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
         """Yields lists of (index of the answer, event), each with all events that have arrived, so that one
-        write can send them. Ends when all answers have ended or one has failed."""
+        write can send them. Ends when all answers have ended or one has failed; others that still run are not
+        cancelled."""
         running, failed = len(self._tickets), False
         while running and not failed:
             batch = [await self._events.get()]

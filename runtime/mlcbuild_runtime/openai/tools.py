@@ -290,8 +290,8 @@ def documents(box: Toolbox) -> list[Json]:
 
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
     """Returns the messages of a chat for a template without support for tools: tool calls and their results
-    become text, and a system message describes the tools. box: the tools of the request, None for none; form:
-    the syntax of calls."""
+    become text, and the system message, a new one if there is none, also describes the tools. box: the tools
+    of the request, None for none; form: the syntax of calls."""
     as_text: list[Message] = []
     names: dict[Json, str] = {}
     for message in messages:
