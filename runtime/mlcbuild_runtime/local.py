@@ -85,7 +85,8 @@ class _Local:
 
     def tokenize(self, **body: object) -> list[int]:
         """Returns the tokens of the text in the argument `prompt`, or of the chat in the argument `messages`.
-        Raises RequestError for an invalid field, or messages that the chat template refuses."""
+        Raises RequestError for an invalid field, messages that the chat template refuses, or a text that is
+        too long."""
         tokens = service.tokenize(self._running, _body(self._running, body))["tokens"]
         assert isinstance(tokens, list)
         return [token for token in tokens if isinstance(token, int)]
@@ -164,7 +165,8 @@ class Embeddings:
 
     def create(self, **body: object) -> JsonDocument:
         """Returns OpenAI's document with the embeddings of the texts in the argument `input`. Raises
-        RequestError for an invalid field, EngineError if the computation fails."""
+        RequestError for an invalid field or a text that cannot be served, EngineError if the computation
+        fails."""
         job = embeddings.job(self._running, _body(self._running, body))
         last_events: list[Event] = []
         for wave in job.waves():
@@ -178,7 +180,7 @@ class Response(JsonDocument):
 
     @property
     def output_text(self) -> str:
-        """Returns the text of all messages in the response."""
+        """Returns the text of all messages in the response, joined; "" if it has none."""
         match self:
             case {"output": list(items)}:
                 contents = (item.get("content") for item in items if isinstance(item, dict))
@@ -323,7 +325,8 @@ class AsyncEmbeddings:
 
     async def create(self, **body: object) -> JsonDocument:
         """Returns OpenAI's document with the embeddings of the texts in the argument `input`. Raises
-        RequestError for an invalid field, EngineError if the computation fails."""
+        RequestError for an invalid field or a text that cannot be served, EngineError if the computation
+        fails."""
         job = await asyncio.to_thread(embeddings.job, self._running, _body(self._running, body))
         last_events: list[Event] = []
         for wave in job.waves():

@@ -19,8 +19,8 @@ from mlcbuild_runtime.executor.batch import Masks
 
 Floats = NDArray[np.float32]
 SamplingRow = tuple[float, float, float, float, float]
-"""The sampling parameters of one row of logits: (1 / temperature, maximum distance of a logit below the
-largest one, top_p, top_k, random number). A plain tuple is created faster than a NamedTuple."""
+"""The sampling parameters of one row of logits: (1 / temperature, smallest kept logit minus the largest one
+(-inf: no limit), top_p, top_k, random number). A plain tuple is created faster than a NamedTuple."""
 SKIP: SamplingRow = abi.SKIP
 Sample = Callable[[Floats, Sequence[SamplingRow], Masks], list[int]]
 """Function that samples one token from each row of logits: (logits, sampling parameters of each row, masks)
@@ -204,7 +204,7 @@ class PromptScores:
     def add(self, rows: Floats, position: int) -> None:
         """Computes and stores log-probabilities. rows: logits, float32 [n, vocabulary], of n consecutive
         tokens of the prompt; position: index of the token that follows the first of these. Tokens that have a
-        log-probability already, as happens after a preemption, are skipped."""
+        log-probability already, as happens after a preemption, are skipped; so are those after a gap."""
         for at, row in enumerate(rows, position):
             if at == self._count + 1 < len(self._prompt):
                 self._pending.append(logprobs(row, self._prompt[at], self._alternatives))

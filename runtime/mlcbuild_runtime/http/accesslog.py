@@ -103,7 +103,7 @@ def record(scope: Scope) -> AccessRecord:
 Form = Literal["json", "text"]
 """The form of lines in the access log: JSON for programs, or text for people."""
 _QUIET = ("/health", "/ping", "/metrics")
-"""Paths of requests that are not logged in text form, because monitors request them all the time."""
+"""Beginnings of the paths that are not logged in text form, because monitors request them all the time."""
 
 
 def _text(fields: Mapping[str, object]) -> str:

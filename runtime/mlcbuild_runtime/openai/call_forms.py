@@ -95,7 +95,7 @@ class Form:
 
     def head(self, name: str) -> str:
         """Returns the text with which a call of the tool `name` begins, up to its arguments, without the text
-        in front of each call that distinguishes it from prose."""
+        in front of each call that distinguishes it from prose. Where calls are numbered, the number is 0."""
         if self.by_name is not None:
             return f"{self.by_name.before}{name}{':0' if self.by_name.numbered else ''}{self.by_name.after}"
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '
@@ -106,7 +106,8 @@ class Form:
         return "}" + self.end if self.by_name is None else self.end
 
     def write(self, name: str, arguments: Json) -> str:
-        """Returns the text of one tool call as a model that uses this syntax would write it."""
+        """Returns the text of one tool call as a model that uses this syntax would write it, without the
+        texts that stand once before the first call and after the last one."""
         written = json.dumps(arguments, ensure_ascii=False)
         if self.quote:
             written = bare_arguments.write(arguments, self.quote)
@@ -292,7 +293,7 @@ template's syntax.
 
 def special_tokens(vocabulary: Vocabulary | None, *names: str) -> dict[str, int]:
     """Returns name -> number of the token in the vocabulary, for those of `names` that are special tokens,
-    which ordinary text cannot contain. Other names are left out."""
+    which ordinary text cannot contain. Other names are left out; without a vocabulary, all are."""
     tokens = {name: vocabulary.token_id(name) for name in names} if vocabulary is not None else {}
     return {
         name: token

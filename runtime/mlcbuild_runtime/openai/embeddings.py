@@ -93,7 +93,7 @@ class EmbeddingsJob:
 
 def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> EmbeddingsJob:
     """Returns the checked body of a request to /v1/embeddings, as requests for the engine. Raises
-    RequestError for an invalid field, naming it.
+    RequestError for an invalid field, naming it, and for a text that is empty or too long.
 
     truncate: True if texts longer than the model's context are cut instead of refused.
     """

@@ -116,8 +116,8 @@ def _timings(event: Event, size: int) -> Document:
 
 def template(running: Engine, body: Mapping[str, Json]) -> Document:
     """Returns the response to a request to llama.cpp's /apply-template, whose body is that of a chat:
-    {"prompt": the rendered text with messages and tools}. Raises RequestError for an invalid field, or
-    messages that the chat template refuses."""
+    {"prompt": the rendered text with messages and tools}. Raises RequestError for an invalid field, messages
+    that the chat template refuses, or a prompt that is too long."""
     tokenizer = running.tokenizer
     form = Form.of(tokenizer.template.source, tokenizer.vocabulary)
     return {"prompt": rendered(running, api.chat_call(body, running.manifest.serving), form)}

@@ -40,8 +40,9 @@ MAX_TEMPLATE = 1 << 20
 def find_template(path: Path, config: Mapping[str, Json], present: Collection[str]) -> str | None:
     """Returns the chat template of the tokenizer in directory `path`; None if it has none.
 
-    `config` is its tokenizer_config.json, and `present` the names of the files that may be read. Of several
-    named templates, the one called `default` is returned. Raises BundleError for a file that cannot be read.
+    `config` is its tokenizer_config.json, and `present` the names of the files that may be read. The file
+    chat_template.jinja comes before `config`, and that before chat_template.json; of several named templates,
+    the one called `default` is returned. Raises BundleError for a file that cannot be read.
     """
     file, other = TEMPLATES
     if file in present:
