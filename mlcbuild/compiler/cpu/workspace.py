@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from mlcbuild_format.limits import Limits
 from tvm import IRModule, relax
-from tvm.ir import Op
 from tvm.sym import Analyzer, ConstIntBound
 from tvm.tirx import AllocBuffer, Bind, Buffer, PrimFunc, SeqStmt, Stmt, Var
 
+from mlcbuild.compiler.passes.operations import operations
 from mlcbuild.compiler.program.decoder import bounds
 
 BLOCK = 4096
@@ -79,16 +79,11 @@ def _touched(limits: Limits, vocab_size: int, blocks: Counter[int]) -> Counter[i
 
 
 def _blocks(function: relax.Function) -> Counter[int]:
-    counts: Counter[int] = Counter()
-
-    def look(node: object) -> None:
-        if not isinstance(node, relax.Call) or not isinstance(node.op, Op):
-            return
-        if str(node.op.name) == "relax.memory.alloc_storage":
-            counts[_rounded(int(node.args[0].values[0]))] += 1
-
-    relax.analysis.post_order_visit(function, look)
-    return counts
+    return Counter(
+        _rounded(int(call.args[0].values[0]))
+        for name, call in operations(function)
+        if name == "relax.memory.alloc_storage"
+    )
 
 
 def _rounded(size: int) -> int:

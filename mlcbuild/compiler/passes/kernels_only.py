@@ -6,9 +6,9 @@ TVM would otherwise lower a remaining operation to unscheduled loops: correct, a
 from __future__ import annotations
 
 from tvm import IRModule, relax
-from tvm.ir import Op
 from tvm.tirx import PrimFunc
 
+from mlcbuild.compiler.passes.operations import operations
 from mlcbuild.errors import CompileError
 
 ALLOWED = frozenset(
@@ -34,13 +34,9 @@ def kernels_only(mod: IRModule) -> IRModule:
         if isinstance(function, PrimFunc) and not function.attrs.get("tirx.is_scheduled", False):
             faults.add(f"kernel '{name.name_hint}' has no schedule")
         if isinstance(function, relax.Function):
-            where = str(name.name_hint)
-            relax.analysis.post_order_visit(function, lambda node, where=where: _look(node, where, faults))
+            for operation, _ in operations(function):
+                if operation not in ALLOWED:
+                    faults.add(f"function '{name.name_hint}' uses {operation}, for which there is no kernel")
     if faults:
         raise CompileError("the compiler made a library that would be slow: " + "; ".join(sorted(faults)))
     return mod
-
-
-def _look(node: object, where: str, faults: set[str]) -> None:
-    if isinstance(node, relax.Call) and isinstance(node.op, Op) and str(node.op.name) not in ALLOWED:
-        faults.add(f"function '{where}' uses {node.op.name}, for which there is no kernel")
