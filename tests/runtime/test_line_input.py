@@ -42,6 +42,7 @@ def read_from(*lines: str | None) -> tuple[Callable[[bool], str | None], list[bo
         (['"""', "a"], ["a"]),
         (["a\\", '"""'], ['a\n"""']),
         (['say """', "b"], ['say """', "b"]),
+        (['say """ and\\', "b", "c"], ['say """ and\nb', "c"]),
         (["a\\", None, "b"], ["b"]),
         (['"""', "a", None, "b", '"""'], ["b"]),
     ],

@@ -74,6 +74,6 @@ def test_what_is_no_http_passes() -> None:
 
 
 def test_names_of_hosts() -> None:
-    assert [host_name(h) for h in ("A.b:1", "[::1]:2", "x.", "")] == ["a.b", "::1", "x", ""]
+    assert [host_name(h) for h in ("A.b:1", "[FE80::1]:2", "x.", "")] == ["a.b", "fe80::1", "x", ""]
     assert not is_loopback("localhost.example") and not is_loopback("") and is_loopback("::1")
     assert is_loopback("a.localhost") and is_loopback("127.9.9.9") and not is_loopback("128.0.0.1")

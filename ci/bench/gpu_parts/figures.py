@@ -137,10 +137,10 @@ def decode(model: GpuExecutor, count: int) -> Figures:
 
 
 def serve(model: GpuExecutor, tokenizer: Path) -> Figures:
-    """Measures the runtime's engine with twice as many requests as a batch holds, all sent at once, and
-    closes the engine and the model. Returns {"requests": their number, "first_event_seconds": time to the
-    first event of any request, "tokens_per_second": rate of all answers together}. tokenizer: directory with
-    the tokenizer's files. Raises queue.Empty if no event arrives for PATIENCE seconds.
+    """Measures the runtime's engine with twice as many requests as a batch holds, all sent at once. The
+    engine is closed afterwards, the model is not. Returns {"requests": their number, "first_event_seconds":
+    time to the first event of any request, "tokens_per_second": rate of all answers together}. tokenizer:
+    directory with the tokenizer's files. Raises queue.Empty if no event arrives for PATIENCE seconds.
     """
     from queue import SimpleQueue
 

@@ -26,9 +26,13 @@ returns None to drop the message that was begun, and raises EOFError at the end 
 
 def messages(read: ReadLine) -> Iterator[str]:
     """Yields the user's chat messages without surrounding spaces, until `read`, the function that returns the
-    next line, raises EOFError. A line that ends with a backslash is joined with the next, and so are the
-    lines from three quotation marks at the start of a line to the next ones at the end of a line; the
-    backslash and the quotation marks are removed, line breaks stay. An empty line is an empty message."""
+    next line, raises EOFError; a message that was begun is yielded then, too. If `read` returns None, it is
+    dropped.
+
+    A line that ends with a backslash is joined with the next. If a message begins with three quotation marks,
+    its lines up to one that ends with three are joined, and backslashes at their ends stay. The other
+    backslashes and these quotation marks are removed; line breaks stay. An empty line is an empty message.
+    """
     begun: list[str] = []
     in_block = False
     while True:
@@ -46,9 +50,11 @@ def messages(read: ReadLine) -> Iterator[str]:
         if in_block:
             in_block = not line.rstrip().endswith(BLOCK)
             begun.append(line if in_block else line.rstrip().removesuffix(BLOCK))
+            continues = in_block
         else:
+            continues = line.endswith("\\")
             begun.append(line.removesuffix("\\"))
-        if not in_block and not (line.endswith("\\") and BLOCK not in line):
+        if not continues:
             yield "\n".join(begun).strip()
             begun = []
     if begun:

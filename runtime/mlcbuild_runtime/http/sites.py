@@ -26,10 +26,10 @@ def is_loopback(name: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Returns the host name in the value of a Host header, in small letters, without the port and a final
-    dot."""
+    """Returns the host in the value of a Host header in small letters, without the port: a name without
+    final dots, or the IPv6 address between the brackets. The value is not checked."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower().rstrip(".")
 
 
