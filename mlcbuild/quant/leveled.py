@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 def both(blocks: Blocks) -> dict[str, Format]:
-    """Returns layout name -> the format that quantizes any float matrix and stores it in this layout. blocks:
-    bits, groups and range of the codes; its field `scale` must be "levels": a scale is the product of a
-    float16 shared by 256 weights and an integer of each group."""
+    """Returns layout name ("x16" for tiles of 16 rows, "row" for row by row) -> the format that quantizes any
+    float matrix and stores it in this layout. blocks: bits, groups, range and minima of the codes; its field
+    `scale` must be "levels": a scale is the product of a float16 shared by 256 weights and an integer of each
+    group."""
     return {layout: _quantizing(blocks, form) for layout, form in blocked.both(blocks).items()}
 
 
@@ -60,7 +61,8 @@ def _calibrated(
 ) -> Sequence[Array]:
     """Quantizes rows of a matrix [N, K], float32, float16, or bfloat16 bits in uint16, and returns the arrays
     to store, in the order and shapes of `tensors`. importance: factor of each column's squared error, float32
-    [K]; None: all are 1."""
+    [K]; None: all are 1. Raises CheckpointError, with `name` in its message, for weights that are infinite or
+    NaN, or need a scale beyond float16."""
     from mlcbuild.quant import block_packing, level_search
 
     pack = block_packing.pack_rows if rows_per_index == 1 else block_packing.pack

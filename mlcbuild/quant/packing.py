@@ -43,8 +43,8 @@ class Packer:
         `q_weight` and its scales into `q_scale`: [N, words] and [N, groups] in the layout `row`, or [tiles,
         groups, 64 * bits] and [tiles, groups, 16] in the layout x16.
 
-        Raises TypeError for another dtype, CheckpointError for weights that are infinite or NaN, or need a
-        scale beyond float16.
+        Raises TypeError for another dtype, CheckpointError for weights that are infinite or NaN, and for
+        float16 scales that overflow.
         """
         if weight.dtype not in (np.float32, np.float16, np.uint16):
             raise TypeError(f"cannot pack {weight.dtype}: pass float32, float16, or bfloat16 bits in uint16")
@@ -73,9 +73,10 @@ class Packer:
         """Rearranges the weights of some rows and returns them as float32 [8, 4 * groups] in scratch memory:
         row i holds the i-th quad (four consecutive weights) of every group of 32 weights.
 
-        block: the rows. shape: (..., 8), the dimensions in which the quads of `block` are counted; the last
-        one is the quad within its group. order: permutation of these dimensions, with the last one first; the
-        order of the others is that of the groups in the result.
+        block: the rows, float32, float16, or bfloat16 bits in uint16, contiguous, in whole groups. shape:
+        (..., 8), the dimensions in which the quads of `block` are counted; the last one is the quad within
+        its group. order: permutation of these dimensions, with the last one first; the order of the others is
+        that of the groups in the result.
         """
         quad = np.dtype(np.complex128 if block.itemsize == 4 else np.uint64)
         quads = block.view(quad).reshape(shape).transpose(order)
@@ -91,7 +92,7 @@ class Packer:
     def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
         """Quantizes the rows of `block` [rows, columns], and writes codes, packed in 32-bit words, into
         `q_weight` [rows, words] and scales into `q_scale` [rows, groups] (the layout `row`). Raises
-        CheckpointError for infinite or NaN weights, and for scales beyond float16."""
+        CheckpointError for infinite or NaN weights, and for float16 scales that overflow."""
         groups = q_scale.size
         planes = self._planes(block, (groups, QUADS), (1, 0))
         q = self._quantize(planes, q_scale.reshape(groups))
@@ -113,7 +114,7 @@ class Packer:
         """Quantizes the rows of `block`, whole tiles of 16, and writes the codes into `q_weight`, uint8
         [tiles, groups, 64 * bits], whose bytes are ordered [quad][row][weight of the quad], and the scales
         into `q_scale` [tiles, groups, 16]. A quad is four consecutive weights. Raises CheckpointError for
-        infinite or NaN weights, and for scales beyond float16."""
+        infinite or NaN weights, and for float16 scales that overflow."""
         tiles, groups, _ = q_scale.shape
         planes = self._planes(block, (tiles, TILE_ROWS, groups, QUADS), (3, 0, 2, 1))
         q = self._quantize(planes, q_scale.reshape(-1)).view(np.uint64)
@@ -126,7 +127,8 @@ class Packer:
         """Quantizes groups of 32 weights and returns their codes, one byte each from 0 to the format's
         largest code, uint8 [8, 4 * groups] in scratch memory. planes: the weights, float32 in the same shape,
         whose row i holds the i-th four weights of every group; overwritten. out: receives the scale of each
-        group, [groups]. Raises CheckpointError for infinite or NaN weights, and for scales beyond float16."""
+        group, [groups]. Raises CheckpointError for infinite or NaN weights, and for float16 scales that
+        overflow."""
         groups = self._format
         out[...] = scale = self._scales(planes)
         divisor = scale.astype(np.float32)
@@ -140,10 +142,12 @@ class Packer:
         return q
 
     def _scales(self, planes: NDArray[np.float32]) -> Array:
-        """Computes the scale of each group of 32 weights and returns [groups] in the stored dtype: the
-        largest magnitude divided by the code of the weight 0 with 8 bits, the scale of least squared error
-        with fewer. planes: float32 [8, 4 * groups], whose row i holds the i-th four weights of every group.
-        Raises CheckpointError for infinite or NaN weights and scales beyond float16."""
+        """Computes the scale of each group of 32 weights and returns [groups] in the stored dtype: with 8
+        bits the largest magnitude divided by the code of the weight 0, with fewer the scale of least weighted
+        squared error. If the format has signed scales, a scale has the opposite sign of the weight of largest
+        magnitude, and 2**-24 stands in place of 0. planes: float32 [8, 4 * groups], whose row i holds the
+        i-th four weights of every group. Raises CheckpointError for infinite or NaN weights and for float16
+        scales that overflow."""
         groups = self._format
         extreme = self._extreme(planes)
         if groups.bits in SEARCHES:
@@ -160,9 +164,9 @@ class Packer:
         return scale
 
     def _extreme(self, planes: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns the weight of largest magnitude of each group, with its sign: float32 [groups]. planes:
-        float32 [8, 4 * groups], whose row i holds the i-th four weights of every group. Raises
-        CheckpointError if a weight is infinite or NaN."""
+        """Returns the weight of largest magnitude of each group, with its sign, the positive one of two equal
+        ones: float32 [groups]. planes: float32 [8, 4 * groups], whose row i holds the i-th four weights of
+        every group. Raises CheckpointError if a weight is infinite or NaN."""
         high, low = _over_groups(np.maximum, planes), _over_groups(np.minimum, planes)
         extreme = np.where(high >= -low, high, low)
         if not math.isfinite(largest(extreme)):

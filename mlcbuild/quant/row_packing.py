@@ -16,9 +16,10 @@ from mlcbuild.quant.groups import GROUP, low_bits, row_words
 
 
 def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Packs the codes of rows, uint8 [rows, columns], into words and returns uint32 [rows, words]. Codes of 4
-    or 8 bits fill words from their low ends; of 5 and 6 bits the low four, of 3 bits the low two of all codes
-    in a row come first, then their high bits. columns: a multiple of 32; words: padded to a multiple of 4."""
+    """Packs the codes of rows, uint8 [rows, columns], each below 2**bits, into words and returns uint32
+    [rows, words]. Codes of 4 or 8 bits fill words from their low ends; of 5 and 6 bits the low four, of 3
+    bits the low two of all codes in a row come first, then their high bits. columns: a multiple of 32; words:
+    padded with zeros to a multiple of 4."""
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
     columns = codes.shape[1]
@@ -47,8 +48,9 @@ def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[n
 
 
 def _in_words(fields: NDArray[np.uint32], width: int) -> NDArray[np.uint32]:
-    """Packs `fields`, numbers of `width` bits [rows, columns], into words of 32 bits, the first into the
-    lowest bits, and returns uint32 [rows, columns * width / 32]."""
+    """Packs `fields`, numbers below 2**width [rows, columns], into words of 32 bits, the first into the
+    lowest bits, and returns uint32 [rows, columns * width / 32]. width: 1, 2 or 4; columns: a multiple of 32
+    / width."""
     places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
     words: NDArray[np.uint32] = np.bitwise_or.reduce(
         fields.reshape(len(fields), -1, 32 // width) << places, axis=2
@@ -67,9 +69,10 @@ def _from_words(words: NDArray[np.uint32], width: int) -> NDArray[np.uint8]:
 def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tuple[Array, Array]:
     """Packs a quantized matrix row by row (the layout `row`) and returns (q_weight, q_scale). q_weight is
     uint32 [rows, words] with the packed codes. q_scale has the scales [rows, groups] in the format's type;
-    with minima or two-level scales it is uint32, and each word holds several float16 or 8-bit numbers.
-    blocks: types of codes and scales; conformed: the arrays of codes, scales and minima, already in these
-    types."""
+    with minima it is uint32, a scale's float16 in the low half of a word and the minimum's in the high half.
+    With two-level scales it is uint32: for each 256 weights a word with their float16 numbers, then the
+    groups' 8-bit factors, four to a word. blocks: types of codes and scales; conformed: the arrays of codes,
+    scales and minima, already in these types; of two-level ones, the factors precede the float16 numbers."""
     codes, *numbers = conformed
     words = pack_codes(codes.astype(np.uint8, copy=False), blocks.bits)
     if blocks.scale == "levels":
@@ -83,8 +86,8 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
 def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
     """Packs the two-level scales and minima of a matrix into 32-bit words and returns them, uint32 [rows,
     blocks * words of a block]. A block is 256 weights of a row. Its first word has the float16 of its scales
-    in the low half and that of its minima in the high half. Then come the 8-bit factors of its scales, four
-    to a word, and those of its minima.
+    in the low half and that of its minima, if there are any, in the high half. Then come the 8-bit factors of
+    its scales, four to a word, and those of its minima.
 
     numbers: the scales' factors [rows, groups] and float16 numbers [rows, blocks], then those of the minima
     if there are any. each: number of groups in a block; the last block of a row is padded with zeros.
@@ -101,8 +104,9 @@ def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
 
 def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
     """Dequantizes a matrix that is stored row by row (the layout `row`) and returns float32 [N, K]: code *
-    scale + minimum, each operation rounded; without minima, code * scale. blocks: types of codes and scales;
-    tensors: q_weight with the packed codes, and q_scale with scales and minima; shape: (N, K)."""
+    scale + minimum, each operation rounded to float32; without minima, code * scale. Of signed codes, the
+    offset with which they are stored is subtracted first. blocks: types of codes and scales; tensors:
+    q_weight with the packed codes, and q_scale with scales and minima; shape: (N, K)."""
     rows, columns = shape
     words, numbers = tensors
     codes = unpack_codes(words.view(np.uint32), blocks.bits, -(-columns // GROUP)) - np.uint8(blocks.zero)
@@ -117,8 +121,9 @@ def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, in
 
 
 def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Returns (scales, minima) of a matrix that is stored row by row, each float32 [rows, columns / group];
-    minima is None if the format has none. numbers: the stored tensor q_scale."""
+    """Returns (scales, minima) of a matrix that is stored row by row, each float32 [rows, groups], with
+    two-level scales for the groups of whole blocks of 256 columns, padding included. minima is None if the
+    format has none. numbers: the stored tensor q_scale."""
     if blocks.scale != "levels":
         if not blocks.minimum:
             return numbers.astype(np.float32), None

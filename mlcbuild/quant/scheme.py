@@ -14,8 +14,9 @@ from mlcbuild.models import Param
 from mlcbuild.quant.format import Format, StoredTensor, load_format
 
 BudgetKind: TypeAlias = Literal["target_bits", "max_size", "max_kl"]
-"""The quantity that a budget for quantization limits: bits per weight, total bytes, or KL divergence. In a
-recipe, it is a key of a quantization."""
+"""The quantity that a budget for quantization limits: "target_bits" the bits of all stored tensors per weight
+of the model, "max_size" their bytes, "max_kl" the mean KL divergence in nats. In a recipe, it is a key of a
+quantization."""
 PLAIN = "plain"
 """Name of the layout of parameters that are not matrices, such as norm weights: one unquantized array."""
 
@@ -29,21 +30,21 @@ class Scheme:
     name: str
     format: str
     """Name of the stored format of matrices. All other parameters have the format's `dtype`, except those
-    that a model family keeps in float32. The KV cache has it too, unless a recipe makes it int8. Arithmetic
-    on CPUs is float32."""
+    that a model family keeps in float32. The KV cache has it too, unless a recipe makes it int8. Whatever
+    this type, floating point arithmetic on CPUs is float32."""
     activation_bits: Literal[0, 8] = 0
-    """8: activations are quantized to int8, with a scale for each group, before each product; 0: they stay
-    floating point."""
+    """8: activations are quantized to int8, with a scale for each 32 consecutive values, before each product
+    with a quantized matrix; 0: they stay floating point."""
     overrides: tuple[tuple[str, Scheme], ...] = ()
     """Pairs (pattern, scheme). The first pattern that matches a parameter's name decides the parameter's
-    scheme. A pattern is one or more shell globs joined by `|`, matched against the name with and without
-    `.weight`.
+    scheme; if none matches, it is the scheme that has these pairs. A pattern is one or more shell globs
+    joined by `|`, matched against the name with and without `.weight`.
 
     The schemes in the pairs must not have overrides. The KV cache, which belongs to no parameter, follows the
     scheme that has these pairs.
     """
     budget: Budget | None = None
-    """The budget of size or loss under which a build step chooses the formats of all parameters; None for a
+    """The budget of size or loss under which a build step chooses the format of each matrix; None for a
     scheme that needs no choice. With a budget, `format` is that of the largest candidate, an upper bound of
     the size."""
     choices: tuple[Scheme, ...] = ()
@@ -65,21 +66,21 @@ class Scheme:
 @dataclass(frozen=True)
 class Budget:
     """A limit on the size or the quality loss of a quantized model, and the candidate schemes from which one
-    is chosen for each parameter."""
+    is chosen for each matrix."""
 
     kind: BudgetKind
     limit: float
     """The value that the quantized model must not exceed: bits per weight, bytes of all stored tensors, or a
     mean KL divergence in nats, depending on `kind`."""
     candidates: tuple[Scheme, ...]
-    """Schemes, from the smallest to the largest, of which one is chosen for each parameter of the model. None
-    of them has overrides, that is other schemes for some parameters."""
+    """Schemes, from the smallest to the largest, of which one is chosen for each matrix of the model. None of
+    them has overrides, that is other schemes for some parameters."""
 
 
 @dataclass(frozen=True)
 class Storage:
     """A quantization scheme together with the physical layout that a device's backend chose for its format,
-    such as "row". The other fields are those of Scheme."""
+    such as "row". The other fields are those of Scheme; budget and calibration are left out."""
 
     name: str
     format: str
@@ -93,7 +94,7 @@ class Storage:
     def definition(self) -> Format:
         """Returns the stored format (tensors, types of codes and scales) that this quantization scheme uses,
         in the physical layout which the device's backend has chosen. Raises UsageError if the format does not
-        have this layout."""
+        exist or does not have this layout."""
         return load_format(self.format, self.layout)
 
     @property
@@ -116,7 +117,7 @@ class Storage:
 def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
     """Returns a quantization scheme with the physical layouts in which a device stores its formats. layout: a
     backend's function from a scheme to the name of its layout; it is also called for the schemes of
-    overrides, and for those among which a build step chooses."""
+    overrides, and for those among which a build step chooses. Its exceptions pass through."""
     overrides = tuple((pattern, storage(other, layout)) for pattern, other in scheme.overrides)
     candidates = tuple(storage(other, layout) for other in scheme.candidates)
     return Storage(scheme.name, scheme.format, layout(scheme), scheme.activation_bits, overrides, candidates)
@@ -124,8 +125,7 @@ def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
 
 def matches(pattern: str, name: str) -> bool:
     """Returns True if a pattern, one or more shell globs joined by `|`, matches the parameter name `name`,
-    with or without its suffix `.weight`.
-    """
+    with or without its suffix `.weight`. Case counts; spaces around a glob do not."""
     short = name.removesuffix(".weight")
     globs = [glob.strip() for glob in pattern.split("|")]
     return any(fnmatchcase(name, glob) or fnmatchcase(short, glob) for glob in globs)
@@ -143,7 +143,8 @@ def scheme_for(scheme: Storage, name: str) -> Storage:
 
 def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
     """Returns descriptions of the tensors in which one parameter is stored under a model's scheme, such as
-    codes and scales, in order. Raises UsageError if the parameter's format lacks the scheme's layout."""
+    codes and scales, in the format's order; a parameter that is no matrix is one tensor. Raises UsageError if
+    the parameter's format does not exist or lacks the scheme's layout."""
     storage = scheme_for(scheme, param.name)
     if param.matrix is None:
         return (StoredTensor(param.name, param.shape, plain_dtype(param, storage), PLAIN),)
@@ -159,34 +160,34 @@ def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
 
 def plain_dtype(param: Param, storage: Storage) -> Literal["float32", "float16"]:
     """Returns the dtype of a parameter that is stored unquantized because it is not a matrix: float32 if the
-    model demands it, otherwise the `dtype` of its scheme's format. storage: the scheme of this parameter."""
+    model demands it, otherwise the `dtype` of its scheme's format. storage: the scheme of this parameter.
+    Raises UsageError if that format does not exist or lacks the scheme's layout."""
     return "float32" if param.stored == "float32" else storage.dtype
 
 
 def rows_per_index(param: Param, scheme: Storage) -> int:
     """Returns the number of rows of a parameter that one index of axis 0 of its stored tensors covers: 1, or
-    16 if the parameter is a matrix in tiles of 16 rows."""
+    16 if the parameter is a matrix in tiles of 16 rows. Raises UsageError if the format does not exist or
+    lacks the scheme's layout."""
     return 1 if param.matrix is None else scheme_for(scheme, param.name).definition.rows_per_index
 
 
 def stored_parameters(params: Sequence[Param], scheme: Storage) -> tuple[StoredTensor, ...]:
     """Returns descriptions of all stored tensors of a model in the order in which a compiled library takes
-    them: those of the first parameter, then those of the second, and so on.
-    """
+    them: those of the first parameter, then those of the second, and so on. Raises UsageError if a format
+    does not exist or lacks the scheme's layout."""
     return tuple(tensor for param in params for tensor in stored(param, scheme))
 
 
 def stored_bytes(params: Sequence[Param], scheme: Storage) -> int:
     """Returns the total size in bytes of the tensors that store a model's parameters under a scheme, without
-    file headers.
-    """
+    file headers. Raises UsageError if a format does not exist or lacks the scheme's layout."""
     return sum(tensor.size for tensor in stored_parameters(params, scheme))
 
 
 def check_overrides(scheme: Scheme | Storage, params: Sequence[Param]) -> tuple[str, ...]:
     """Returns an error message for each override of a scheme without effect: its pattern matches no parameter
-    of the model, or only parameters that earlier overrides match.
-    """
+    of the model, or only parameters that earlier overrides match. () if there is none."""
     problems = []
     names = [param.name for param in params]
     left = set(names)
@@ -211,8 +212,9 @@ def check_overrides(scheme: Scheme | Storage, params: Sequence[Param]) -> tuple[
 
 def describe(scheme: Storage) -> dict[str, Json]:
     """Returns the JSON object that describes a scheme in library metadata and manifests: name, bits,
-    group_size, dtype, layout, activation_bits and overrides. It does not hold the name of the stored format.
-    """
+    group_size, dtype, layout, activation_bits and overrides, a list of {"match": pattern, "scheme": object of
+    the same form}. It does not hold the name of the stored format. Raises UsageError if a format does not
+    exist or lacks the scheme's layout."""
     form = scheme.definition
     return {
         "name": scheme.name,
@@ -238,9 +240,9 @@ def to_json(scheme: Storage) -> dict[str, Json]:
 
 
 def from_json(value: Json) -> Storage:
-    """Returns the scheme that a JSON object describes: the inverse of to_json. Raises UsageError for missing
-    or unknown fields, values of a wrong type, activation_bits other than 0 and 8, overrides within overrides,
-    or a format or layout that does not exist."""
+    """Returns the scheme that a JSON object describes: the inverse of to_json, with () as candidates. Raises
+    UsageError for missing or unknown fields, values of a wrong type, activation_bits other than 0 and 8,
+    overrides of other fields or within overrides, or a format or layout that does not exist."""
     if not isinstance(value, dict):
         raise UsageError(f"a scheme must be a JSON object, found {value!r}")
     fields = {"name", "format", "layout", "activation_bits", "overrides"}

@@ -24,6 +24,7 @@ SCHEMES: dict[str, Scheme] = {
     )
 }
 """Scheme name -> quantization scheme. q0f32 and q0f16 do not quantize. The other names are q<bits><type of
-scales>_1, as in mlc-llm, where `a8` in place of the type means 8-bit activations. A name that ends in `_2`
-means that a scale is the product of a float16 per 256 weights and an integer per group; with 4 and 5 bits
-there are also minima."""
+scales>_<version>, as in mlc-llm, where `a8` in place of the type means float16 scales and 8-bit activations.
+`_1` means one scale per 32 weights. `_2` means that a scale is the product of a float16 per 256 weights and
+an integer per group; with 4 and 5 bits there are also minima. The scheme `as-is`, which keeps a quantized
+checkpoint's values, is not listed here."""

@@ -47,11 +47,11 @@ def fit(
     search: Search, planes: NDArray[np.float32], extreme: NDArray[np.float32], scratch: Scratch
 ) -> NDArray[np.float32]:
     """Returns the best scale of each group of 32 weights for codes from 1 - t to t, where t is `search.top`,
-    float32 [groups]. Scales may be negative.
+    float32 [groups]. Scales may be negative, and are 0 for a group whose weights are all below 2**-96.
 
     search: the constants for the number of bits. planes: the weights, float32 [8, 4 * groups], whose row i
     holds the i-th four weights of every group. extreme: the weight of largest magnitude of each group,
-    float32 [groups].
+    float32 [groups], finite.
 
     The scale is that of least squared error, weighted by the weights' magnitudes, as far as one step of
     Lloyd's method (1982) from three starting points gets there. With 4 bits: u = rint(w * (504 / extreme))
