@@ -48,8 +48,8 @@ def checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
 
 
 def labels_of(variant: Variant) -> dict[str, str]:
-    """Returns a mapping for the build steps of one variant of a recipe: name of a step's parameter -> text,
-    such as "scheme q4", that stands for the parameter's value in messages."""
+    """Returns the words with which messages describe two parameters of a variant's build steps: {"scheme":
+    "scheme NAME", "target": "target NAME"}, such as "scheme q4"."""
     return {"scheme": f"scheme {variant.quantization}", "target": f"target {variant.target.name}"}
 
 
@@ -70,8 +70,9 @@ def weights_step(
 ) -> Step:
     """Returns the build step that quantizes a checkpoint's weights and writes them. config: name of the step
     with the model's config; chosen: {"budget": input from the step that chose a format for each matrix}, or
-    {} without a budget; calibrated: name of the step that measured the importance of matrix columns, or None.
-    The key of the weights covers the importance, not the other files of the step `calibrated`."""
+    {} without a budget; calibrated: name of the step that measured the importance of matrix columns, or None
+    if there is no such step. The key of the weights covers the importance, not the other files of the step
+    `calibrated`. Raises UsageError for a format for which the variant's device has no kernels."""
     measured = {}
     if calibrated is not None:
         measured[importance.INPUT] = Input(calibrated, (importance.IMPORTANCE,))
@@ -89,16 +90,17 @@ def weights_step(
 
 
 def choice_input(budget: str) -> dict[str, Input]:
-    """Returns {name of an action's argument: `Input`} for a step that reads choice.json, the formats that the
-    step called `budget` chose for a model's matrices. The key of the reading step covers no other file of the
-    step `budget`."""
+    """Returns {"budget": `Input`}, the argument of the action of a step that reads choice.json, the formats
+    that the step called `budget` chose for a model's matrices. The key of the reading step covers no other
+    file of the step `budget`."""
     return {choice.INPUT: Input(budget, (choice.CHOICE,))}
 
 
 def formats_step(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
     """Returns the step that chooses stored formats for the quantization `as-is`, which keeps the values of a
-    quantized checkpoint: for each matrix the smallest format that holds them exactly. config: name of the
-    step that reads the model's config."""
+    quantized checkpoint: for each matrix the smallest format that holds them exactly, unless an override
+    states its format. config: name of the step that reads the model's config. Raises UsageError for a format
+    for which the variant's device has no kernels."""
     scheme = storage_of(variant)
     overrides: list[Json] = [[pattern, other.name] for pattern, other in scheme.overrides]
     return Step(
@@ -140,8 +142,9 @@ def exact_step(
 
 def sensitivity_step(variant: Variant, checkpoint: Checkpoint, config: str, reference: str) -> Step:
     """Returns the step that measures, for each matrix and each candidate scheme of a variant's budget, how
-    much the model's output changes if only this matrix is quantized. config, reference: names of the steps
-    with the model's config and with the logits of its exact weights."""
+    much the model's output changes (mean KL divergence) if only this matrix is quantized. config, reference:
+    names of the steps with the model's config and with the logits of its exact weights. Raises UsageError for
+    a format for which the variant's device has no kernels."""
     name, action = f"sensitivity/{checkpoint.name}", "mlcbuild.bundles.sensitivity:sensitivity"
     return _evaluation(name, action, variant, checkpoint, {"config": config, "reference": reference}, {})
 
@@ -151,7 +154,8 @@ def budget_step(
 ) -> Step:
     """Returns the step that chooses a scheme for each matrix under the budget that the variant's scheme must
     have. config, reference, sensitivity: names of the steps with the model's config, the logits of its exact
-    weights, and the loss of each matrix in each scheme."""
+    weights, and the loss of each matrix in each scheme. Raises UsageError for a format for which the
+    variant's device has no kernels."""
     name = f"budget/{checkpoint.name}/{variant.quantization}"
     budget, steps = variant.scheme.budget, {"config": config, "reference": reference}
     assert budget is not None
@@ -169,7 +173,8 @@ def _evaluation(
     params: Mapping[str, Json],
 ) -> Step:
     """Returns a step that evaluates a model with quantized weights. steps: name of an argument of the action
-    -> name of the step whose files are passed as this argument; params: further parameters of the action."""
+    -> name of the step whose files are passed as this argument; params: further parameters of the action.
+    Raises UsageError for a format for which the variant's device has no kernels."""
     scheme = storage_of(variant)
     return Step(
         name,

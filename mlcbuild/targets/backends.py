@@ -37,35 +37,37 @@ class Backend:
     library.
     """
     can_run: Callable[[Target, Target], str | None]
-    """Function of (target, host) that returns the reason why the machine `host` cannot run code for `target`,
-    or None.
+    """Function of (target, host) that returns the reason why the machine `host` cannot run code for `target`;
+    None if it can run it.
     """
     labels: Callable[[Target], tuple[str, ...]]
     """Function from a target to the labels, such as "linux x86_64" and "avx2", that a cluster worker must
     have to run code for the target."""
     kernels: str = ""
     """Python package with the device's kernels for stored formats, with one module `<format>_kernel` each; a
-    library's key covers only the modules of the formats that it uses. "": there is no such package, and the
+    library's key covers only the modules of the formats that it uses. "" stands for no such package, and the
     function that compiles a library imports the kernels of all formats."""
     executor: tuple[str, ...] = ()
-    """Names of the runtime's Python modules that run compiled code on this kind of device. They enter the
-    keys of build steps that run such code."""
+    """Dotted names of the runtime's Python modules that run compiled code on this kind of device. Their
+    source files, and those that they import, enter the keys of build steps that run such code."""
     int8_cache: bool = False
     """True if the device can keep keys and values of earlier tokens in 8 bits."""
     faults: str = ""
-    """Function, as "module:function", from a model config to error messages, one for each block of the
-    model that the device cannot compute; "": the device computes every block.
+    """Function, as "module:function", from a model config to error messages, one for each sort of block of
+    the model that the device cannot compute ([] if there is none); "": the device computes every block.
     """
 
     def storage(self, scheme: Scheme) -> Storage:
         """Returns a quantization scheme with the layout in which the device's kernels read its formats.
-        Raises UsageError for a format without kernels.
+        Raises UsageError for a format without kernels. The scheme's overrides and candidates get layouts,
+        too.
         """
         return storage(scheme, self.layout)
 
     def kernel_modules(self, scheme: Storage) -> tuple[str, ...]:
         """Returns dotted names of the Python modules with the device's kernels, one for each stored format
-        that a quantization scheme uses for any matrix; () if the compiler imports the kernels of all formats.
+        that a quantization scheme or one of its overrides and candidates names; () if the compiler imports
+        the kernels of all formats.
         """
         return tuple(f"{self.kernels}.{name}_kernel" for name in scheme.formats if self.kernels)
 
@@ -78,7 +80,8 @@ class Backend:
         return versions
 
     def check(self, config: ModelConfig) -> None:
-        """Raises UsageError if the device lacks kernels for a block of the model."""
+        """Raises UsageError if the device lacks kernels for a block of the model; the message names all such
+        blocks."""
         module, _, name = self.faults.partition(":")
         faults: list[str] = getattr(import_module(module), name)(config) if module else []
         if faults:
@@ -133,7 +136,7 @@ _GPU_ROWS = (
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_xs"),
 )
 GPU_LAYOUTS: Mapping[str, str] = {"f32": "plain", "f16": "plain", **dict.fromkeys(_GPU_ROWS, "row")}
-"""Name of a format -> the physical layout that GPU kernels read: `stored_as` in
+"""Name of a format -> the physical layout that GPU kernels read, "plain" or "row": `stored_as` in
 mlcbuild/compiler/gpu/kernels/storage.py describes those that are stored by rows. If CPU kernels read the same
 layout, both share weights.
 """

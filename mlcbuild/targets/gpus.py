@@ -8,7 +8,8 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 LABEL = "webgpu"
-"""The label of a cluster worker with a GPU adapter."""
+"""The label that a cluster worker has if its machine has a GPU adapter, and that steps which run GPU code
+require."""
 _SECONDS = 60
 _COUNT = """import wgpu
 print(sum(adapter.info["backend_type"] != "OpenGL" for adapter in wgpu.gpu.enumerate_adapters_sync()))"""
@@ -16,8 +17,9 @@ print(sum(adapter.info["backend_type"] != "OpenGL" for adapter in wgpu.gpu.enume
 
 @lru_cache(maxsize=1)
 def why_not() -> str | None:
-    """Returns the reason why this machine cannot run GPU bundles; None if it can. The first call tests it,
-    for up to a minute, in a child process, which a driver may crash; later calls return the same.
+    """Returns the reason why this machine cannot run GPU bundles, as part of an error message (no package
+    wgpu, no answer from a driver, or no adapter other than OpenGL's); None if it can. The first call tests
+    it, for up to a minute, in a child process, which a driver may crash; later calls return the same.
     """
     if find_spec("wgpu") is None:
         return "GPU bundles run with the package wgpu: pip install 'mlcbuild-runtime[gpu]'"

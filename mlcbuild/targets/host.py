@@ -15,8 +15,9 @@ from mlcbuild.errors import SetupError
 
 @lru_cache(maxsize=1)
 def host() -> tuple[str, str, tuple[str, ...]]:
-    """Returns (LLVM triple, processor, features) of this machine. Raises SetupError if mlcbuild cannot
-    determine them.
+    """Returns (LLVM triple, processor, features) of this machine. Raises SetupError on any other system than
+    Linux on x86-64 or 64-bit Arm and macOS on arm64, OSError if the system's description of the processor
+    cannot be read.
     """
     kind = platform.system(), platform.machine().lower()
     if kind[0] == "Linux" and kind[1] in ("x86_64", "amd64"):
@@ -33,8 +34,9 @@ def host() -> tuple[str, str, tuple[str, ...]]:
 
 
 def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
-    """Parses the text of /proc/cpuinfo, and returns (psABI level such as x86-64-v3, LLVM features beyond it
-    that can be checked, such as "+aes", sorted).
+    """Parses the text of Linux's /proc/cpuinfo for an x86-64 machine, and returns (psABI level such as
+    x86-64-v3, LLVM features beyond it that can be checked, such as "+aes", sorted). For a machine below
+    x86-64-v4, no AVX-512 feature is returned.
     """
     present = processors.x86_features(cpuinfo)
     level, covered = "x86-64", set[str]()
@@ -58,7 +60,7 @@ def arm_features(cpuinfo: str) -> tuple[str, ...]:
 
 def apple_features(sysctl: Callable[[str], str]) -> tuple[str, ...]:
     """Returns the LLVM features of an Apple machine that can be checked, such as "+dotprod", sorted. sysctl:
-    function from the name of a system value to its text."""
+    function from the name of a system value to its text, "" for a name that does not exist."""
     return _signed(processors.apple_features(sysctl))
 
 

@@ -22,15 +22,15 @@ HOST = "host"
 
 @lru_cache(maxsize=1)
 def presets() -> Mapping[str, Target]:
-    """Returns name -> target for the presets of mlcbuild. Raises InputError for an invalid preset, SetupError
-    if there are none.
+    """Returns name (of the YAML file, without suffix) -> target for all presets of mlcbuild, sorted by name.
+    Raises InputError for an invalid preset, SetupError if there are none.
     """
     files = sorted(directory().glob("*.yaml"), key=lambda path: path.stem)
     return {path.stem: read_preset(path) for path in files}
 
 
 def directory() -> Path:
-    """Returns the directory with the files of the target presets. Raises SetupError when it is missing."""
+    """Returns the directory with the files of the target presets. Raises SetupError if there is none."""
     package = Path(__file__).parent.parent
     # A wheel has the presets inside the package, a checkout at its top.
     for place in (package / "presets", package.parent / "targets"):
@@ -57,8 +57,9 @@ def unknown(name: str) -> str:
 
 
 def read_preset(path: Path) -> Target:
-    """Reads a target preset from its YAML file, which must state all properties. Raises InputError with all
-    problems of the file.
+    """Reads a target preset from its YAML file, which must state all properties instead of extending another
+    preset; the file's name without suffix becomes the target's. Raises InputError with all problems of the
+    file.
     """
     document = read(path)
     document = schema.typed(document, "target")
@@ -74,10 +75,12 @@ def read_preset(path: Path) -> Target:
 
 
 def parse(document: Document, where: Where, name: str, problems: Problems) -> Target | None:
-    """Parses the target at the path `where` of a document; returns None if it is invalid. name: the target's
-    name.
+    """Returns the target at the path `where` of a document; properties that it does not state are those of
+    the preset that it extends. Returns None if a problem was added, or if the target has no triple or no
+    processor. name: the target's name.
 
-    The schema reports malformed values; this function adds all further problems to `problems`.
+    The schema reports malformed values; this function adds all further problems to `problems`. Raises
+    InputError if the preset that the target extends is invalid.
     """
     data = document.get(where)
     if not isinstance(data, dict):
@@ -118,8 +121,8 @@ def _base(document: Document, where: Where, data: dict[str, Data], problems: Pro
 
 
 def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
-    """Merges two lists of LLVM features, such as "+avx2" and "-avx512f", and returns them sorted. A feature
-    of `added` replaces the same feature of `base`, whatever its sign."""
+    """Merges two lists of LLVM features, such as "+avx2" and "-avx512f", and returns them sorted, those with
+    "+" first. A feature of `added` replaces the same feature of `base`, whatever its sign."""
     by_name = {feature[1:]: feature for feature in (*base, *added)}
     return tuple(sorted(by_name.values()))
 
@@ -133,8 +136,9 @@ def _devices() -> tuple[str, ...]:
 
 def _check(document: Document, where: Where, target: Target, problems: Problems) -> None:
     """Adds an error message to `problems` for each value of a target that LLVM would ignore and then compile
-    for another machine, such as a processor or feature without this name in LLVM, and for an output that does
-    not fit the target's device or system. where: path of the target in the document."""
+    for another machine, such as a processor or feature without this name in LLVM or a feature both added and
+    removed, and for an output that does not fit the target's device or system. where: path of the target in
+    the document."""
 
     def report(message: str, *part: str | int) -> None:
         problems.append(document.place((*where, *part)).problem(message))
@@ -176,8 +180,8 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
 
 
 def _near(name: str, valid_names: Collection[str]) -> str:
-    """Returns the end of an error message about an unknown name: the most similar valid name, or else the
-    file that lists the valid ones.
+    """Returns the end of an error message about an unknown name: a suggestion of a similar valid name, or
+    else the file that lists the valid ones.
     """
     if get_close_matches(name, valid_names, n=1):
         return did_you_mean(name, valid_names)

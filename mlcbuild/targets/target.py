@@ -52,7 +52,8 @@ class Target:
 
     @property
     def family(self) -> str:
-        """Returns the target's architecture under one name on all systems: aarch64 also for arm64."""
+        """Returns the target's architecture in lower case, under one name on all systems: aarch64 also for
+        arm64, x86_64 also for amd64."""
         return processors.family(self.architecture)
 
 
