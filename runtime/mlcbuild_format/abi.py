@@ -31,8 +31,8 @@ class SamplingParams(NamedTuple):
     """The number 1 / temperature, by which logits are multiplied; 0: the most likely token is always sampled;
     a negative number: no token is sampled from this row of logits (the result is NO_TOKEN)."""
     logit_drop: float
-    """Maximum distance of a token's logit below the largest one, as a number <= 0: temperature
-    * log(min_p)."""
+    """Maximum distance of a token's logit below the largest one, as a number <= 0: temperature * log(min_p).
+    Minus infinity keeps every token."""
     top_p: float
     """Nucleus sampling: the probability mass that is kept, from 0 to 1; 1 keeps every token."""
     top_k: float
@@ -80,8 +80,8 @@ MASK_WORD = 32
 class Argument:
     name: str
     dtype: str | None
-    """The element type of an argument of a library function; None means the dtype in which the model
-    computes."""
+    """The element type of an argument of a library function; None for the KV cache and the weights, whose
+    types depend on the model."""
     shape: tuple[str | int, ...] = ()
     """Sizes of the dimensions of a library function's argument, each a number, a letter that stands for a
     size, or a sum such as "b+1"; () for a scalar, or if the library decides the shape."""
@@ -131,8 +131,8 @@ BATCH = (
 )
 """The arguments that describe a batch to attention: the KV cache; each token's position in its sequence, and
 its slot in the cache (page number * tokens per page + index in the page); where each sequence's tokens and
-pages begin in the concatenated lists; the page table; and the length of each sequence including its new
-tokens."""
+pages begin in the concatenated lists, and as the last entry where the lists end; the page table; and the
+length of each sequence including its new tokens."""
 FORKS = Argument("forks", "int32", ("f", 3))
 """Copies of the first tokens of KV cache pages, as rows (source page, destination page, number of tokens).
 The copies are made in this order, after the keys and values of all new tokens are in the cache."""
@@ -175,8 +175,8 @@ EMBED = Function("embed", (_TOKENS, PARAMS))
 an int32 tensor."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
 """The library function that runs the model on a batch, samples a token from each row of logits into
-`sampled`, and returns the masked logits, float32 [1, q, vocab]. A row of logits has the same bits whatever
-else is in the batch.
+`sampled`, and returns the masked logits, float32 [1, q, vocab]. It then makes the copies that `forks` lists
+in the KV cache. A row of logits has the same bits whatever else is in the batch.
 """
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
 """The library function for steps whose tokens belong to prompts: it runs the model on a batch, samples a

@@ -14,7 +14,7 @@ from mlcbuild_format.elf_image import Image, ImageError
 from mlcbuild_format.errors import BundleError
 
 MAX_LIBRARY = 2 << 30
-"""The largest library file that is read, in bytes."""
+"""The largest library file that is read, in bytes. A larger one is refused."""
 MODEL_SYMBOL = b"__tvm_ffi__library_bin"
 """The symbol that a model's library exports: the serialised functions of TVM's virtual machine."""
 MACHO_CPUS = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
@@ -22,8 +22,9 @@ MACHO_CPUS = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
 
 def check(path: Path) -> tuple[str, str]:
     """Returns (operating system, architecture) of a shared library after checking its headers, for example
-    ("linux", "x86_64") or ("macos", "aarch64"); an architecture that it does not know is named by its number.
-    Raises BundleError for a damaged file."""
+    ("linux", "x86_64") or ("macos", "aarch64"); an architecture that it does not know is named by its number,
+    such as "machine 8" or "cpu 7". Raises BundleError for a file that cannot be read, has more than 2 GiB, is
+    damaged, or is of another kind."""
     return _check(path, model=False)
 
 
@@ -31,8 +32,9 @@ def check_model(path: Path) -> tuple[str, str]:
     """Returns (operating system, architecture) of a model's shared library after checking its headers, for
     example ("linux", "x86_64").
 
-    Raises BundleError for a damaged file, and for a library without the symbol that every model's library
-    exports: it would end the process that initialises it.
+    Raises BundleError for a file that cannot be read, has more than 2 GiB, is damaged, or is of another kind,
+    and for a library without the symbol that every model's library exports: it would end the process that
+    initialises it. In a Mach-O file the symbol's name is only searched for, not its export.
     """
     return _check(path, model=True)
 

@@ -68,7 +68,7 @@ def check(path: Path, full: bool = True) -> Manifest:
     all files except weights.
 
     full: True to check also the digests of the weights, which takes a CPU-second for 2 GB. Raises BundleError
-    if a check fails.
+    at the first check that fails.
     """
     described = manifest(path)
     files.check_listing(path, described.everything)
@@ -92,7 +92,8 @@ def check(path: Path, full: bool = True) -> Manifest:
 
 def manifest(path: Path) -> Manifest:
     """Returns the parsed bundle.json of a bundle directory without checking the other files. Raises
-    BundleError if there is none, or it is invalid.
+    BundleError if `path` is no directory, or bundle.json is missing, unreadable, larger than 16 MiB or
+    invalid.
     """
     file = path / MANIFEST
     try:

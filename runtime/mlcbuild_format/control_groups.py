@@ -12,9 +12,9 @@ ROOT = Path("/")
 
 
 def directories(controller: str, root: Path = ROOT) -> list[Path]:
-    """Returns the directories of the process's control groups and of their parents, whose limits apply, too;
-    some may be absent; [] on other systems than Linux. controller: its name in version 1, such as "memory";
-    version 2 has one group for all.
+    """Returns the directories of the process's control groups and of their parents up to the mount point,
+    whose limits apply, too; some may not exist; [] on other systems than Linux. controller: its name in
+    version 1, such as "memory"; version 2 has one group for all.
 
     root: where /proc and /sys are.
     """

@@ -190,7 +190,7 @@ class Image:
     def exports(self) -> frozenset[bytes]:
         """Returns the names of all symbols that the ELF library defines, except absolute and thread-local
         ones. Raises ImageError if its symbols or relocations are damaged, or it has a part that no model's
-        library has.
+        library has; struct.error where a table is too short.
         """
         self._check_model()
         names = self._names()
@@ -211,8 +211,8 @@ class Image:
 
     def _check_model(self) -> None:
         """Raises ImageError for contents that other ELF files may have but a model's library never has:
-        unknown or repeated entries in the dynamic section, relocations of another kind, or a segment that can
-        be written and executed."""
+        unknown or repeated entries in the dynamic section, an entry without those that belong to it,
+        relocations of another kind, or a segment that can be written and executed."""
         tags = [tag for tag, _ in self._dynamic if tag != _NEEDED]
         strange = set(tags) - _KNOWN
         if strange or len(set(tags)) < len(tags):
@@ -225,8 +225,9 @@ class Image:
             raise ImageError("has a segment that can be written and run")
 
     def _names(self) -> list[bytes]:
-        """Returns the name of every symbol of the ELF library. Raises ImageError if the hash table does not
-        find each exported one."""
+        """Returns the name of every symbol of the ELF library, in the order of its symbol table. Raises
+        ImageError if it has no hash table of symbols, or a GNU one that does not find each exported symbol.
+        """
         if _GNU_HASH not in self._values:
             if _HASH not in self._values:
                 raise ImageError("has no table of symbols")

@@ -17,7 +17,8 @@ MAX_INTEGER = 1 << 53
 """The largest integer that is accepted in a field of a bundle's JSON files, 2**53: larger ones are not exact
 in every JSON reader."""
 MAX_TEXT = 1000
-"""Maximum number of characters of a text in a bundle's JSON files that is printed or compared."""
+"""Maximum number of characters of a text in a bundle's JSON files that is printed or compared. Longer ones
+are refused."""
 _DIGITS = 100
 """Maximum digits of an integer in a JSON document: `model_max_length` of many tokenizers has 31."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -93,7 +94,8 @@ def _check_surrogates(text: str) -> None:
 
 class Fields:
     """A JSON object with typed accessors for its fields. An accessor raises FieldError, whose message has the
-    dotted path of the field, for a missing field or a wrong value."""
+    dotted path of the field, for a wrong value or a missing field (but `number` returns None for a missing
+    one). The constructor raises FieldError for a value that is no object."""
 
     def __init__(self, value: Json, name: str = "") -> None:
         if not isinstance(value, dict):
@@ -201,7 +203,8 @@ def printable(text: object, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def describe(value: object) -> str:
-    """Returns any value as text of about 60 characters, for an error message. Large values take no longer."""
+    """Returns any value as text for an error message: its Python expression, of which more than 60 characters
+    are cut and end with "...". Large values take no longer."""
     text = ""
     for piece in _pieces(value):
         text += piece

@@ -1,5 +1,5 @@
 """Reads untrusted files of a bundle: regular files only, up to a size limit, without blocking. Every function
-raises BundleError for a file that breaks these rules."""
+that reads raises BundleError for a file that breaks these rules."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ weights at once."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens the file at `path` for reading and returns it. Raises BundleError if it is missing, unreadable or
-    not a regular file, such as a pipe."""
+    """Opens the file at `path`, or the target of a link, for reading and returns it. Raises BundleError if it
+    is missing, unreadable or not a regular file, such as a pipe."""
     try:
         return regular.open_file(path)
     except OSError as error:
@@ -61,7 +61,8 @@ def read_text(path: Path, largest: int) -> str:
 
 
 def read_json(path: Path, largest: int) -> dict[str, Json]:
-    """Returns the JSON object in a file of at most `largest` bytes. Raises BundleError for other content."""
+    """Returns the JSON object in a file of at most `largest` bytes. Raises BundleError for other content
+    (also what `parse_json` refuses), and for a file that cannot be read."""
     try:
         document = parse_json(read_bytes(path, largest))
     except ValueError as error:
@@ -111,7 +112,8 @@ def check_listing(root: Path, names: Collection[str]) -> None:
 def _entries(root: Path, folders: Collection[str]) -> Iterator[tuple[str, int]]:
     """Yields (path relative to `root`, file type as stat.S_IFMT returns it) of each entry directly in the
     directory `root`, or directly in one of the directories below it whose relative paths are `folders`.
-    Raises BundleError for a directory that cannot be read."""
+    Entries of one directory are sorted by name; a directory that is missing, or is none, is skipped. Raises
+    BundleError for a directory that cannot be read."""
     for folder in ("", *sorted(folders)):
         place = root / folder
         try:

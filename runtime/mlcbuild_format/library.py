@@ -99,9 +99,10 @@ def _shown(value: Json) -> str:
 
 
 def find_runtime(path: Path, manifest: Manifest) -> Path:
-    """Returns the path of the TVM runtime library: the bundle's, else the one that the environment variable
-    MLCBUILD_TVM_RUNTIME names, else that of an installed tvm package. Raises SetupError if there is none, or
-    if the variable names no file. path: directory of the bundle."""
+    """Returns the path of the TVM runtime library: the one that the manifest lists below lib/, else the one
+    that the environment variable MLCBUILD_TVM_RUNTIME names (if it is set and not empty), else that of an
+    installed tvm package. Raises SetupError if there is none, or if the variable names no file. path:
+    directory of the bundle."""
     name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
     if f"lib/{name}" in manifest.files:
         return path / "lib" / name

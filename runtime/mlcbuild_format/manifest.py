@@ -37,13 +37,14 @@ class Model:
     name: str
     family: str
     config: Mapping[str, Json]
-    """The model's config, verbatim; the runtime reads its `vocab_size` and `hidden_size`."""
+    """The model's config, verbatim; the runtime reads its `vocab_size`, `hidden_size`, `layers` and
+    `layer_specs`."""
 
 
 @dataclass(frozen=True)
 class Memory:
     """The builder's estimate of the memory, in bytes, that serving a bundle takes: max_batch sequences of
-    context_window tokens each."""
+    context_window tokens each. `total` is the sum of the others."""
 
     weights: int
     kv_cache: int
@@ -61,7 +62,8 @@ class Serving:
     top_p: float | None = None
     top_k: int | None = None
     pooling: Pooling = "last"
-    """How hidden states are combined into an embedding, from the checkpoint's 1_Pooling/config.json."""
+    """How hidden states are combined into an embedding, from the checkpoint's 1_Pooling/config.json. A bundle
+    that does not state it uses "last"."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,14 @@ class Manifest:
 
     @property
     def everything(self) -> frozenset[str]:
-        """Returns the relative paths of all files that a bundle with this manifest may contain."""
+        """Returns the relative paths of all files that a bundle with this manifest may contain: those that it
+        lists, bundle.json, and two files with the provenance."""
         return frozenset({*self.files, MANIFEST, PROVENANCE, ENVELOPE})
 
     @property
     def window(self) -> int | None:
         """Returns the longest attention window of the model's layers, in tokens; None if a layer attends to
-        all tokens."""
+        all tokens, or if the config does not describe the layers."""
         windows = _windows(self.model.config)
         sizes = [size for size in windows if size is not None]
         return max(sizes) if sizes and len(sizes) == len(windows) else None
@@ -229,8 +232,9 @@ def parse(document: Json) -> Manifest:
 
 
 def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
-    """Returns the JSON object in the field `key` of a manifest, unchanged. Raises FieldError if it is too
-    large, too deep, or holds values that are not safe to print, compare and write again."""
+    """Returns the JSON object in the field `key` of a manifest, unchanged. Raises FieldError if it is
+    missing, nested more than 16 deep, has more than 100,000 keys and values, or holds values that are not
+    safe to print, compare and write again: text of more than one line, and numbers beyond 53 bits."""
     verbatim = fields.fields(key)
     level: Sequence[Json] = [verbatim.value]
     count = 0
@@ -329,7 +333,8 @@ def _files(fields: Fields) -> dict[str, File]:
 
 def is_plain_path(path: str) -> bool:
     """Returns True if a path may stand in a manifest: at most 16 names, separated by `/`, each of at most 200
-    ASCII letters, digits and `_ . + -`, that begin with none of `. + -` and are valid on every system."""
+    ASCII letters, digits and `_ . + -`, that begin with none of `. + -`, do not end with `.`, and are no
+    device's name on Windows (con, com1)."""
     parts = path.split("/")
     return (
         len(parts) <= MAX_NESTING
@@ -340,7 +345,7 @@ def is_plain_path(path: str) -> bool:
 
 def _cross_check(manifest: Manifest) -> None:
     """Raises FieldError if fields of a manifest contradict each other, for example if it names a file that it
-    does not list."""
+    does not list, or if the fields of `target` are invalid."""
     needed = (manifest.library, *manifest.weights)
     for path in needed:
         if path not in manifest.files:

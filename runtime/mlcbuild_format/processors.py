@@ -127,7 +127,7 @@ def family(architecture: str) -> str:
 
 def system(triple: str) -> System:
     """Returns the operating system of an LLVM target triple: "linux", "macos" or "windows"; "none" for any
-    other, and for bare metal."""
+    other system and for bare metal."""
     if "linux" in triple:
         return "linux"
     if "darwin" in triple or "macos" in triple:
@@ -188,7 +188,8 @@ def apple_features(sysctl: Callable[[str], str]) -> frozenset[str]:
 
 def present() -> frozenset[str] | None:
     """Returns LLVM's names of the instruction-set extensions that this machine's processor has, among those
-    that CHECKABLE lists for its architecture; None where the system does not report them."""
+    that CHECKABLE lists for its architecture; None where the system does not report them, and for an
+    architecture without a list."""
     kind = sys.platform, family(platform.machine())
     try:
         if kind == ("darwin", "aarch64"):
@@ -224,7 +225,8 @@ def _intel_mac_features(sysctl: Callable[[str], str]) -> frozenset[str] | None:
 
 def _flags(cpuinfo: str, label: str) -> frozenset[str]:
     """Returns the CPU flags in a text of /proc/cpuinfo that all processors of the machine have, since a
-    thread may move to any of them. label: name of the lines that list the flags."""
+    thread may move to any of them. label: name of the lines that list the flags; without such a line there
+    are none."""
     common: frozenset[str] | None = None
     for line in set(cpuinfo.splitlines()):
         name, _, value = line.partition(":")

@@ -209,7 +209,8 @@ def _use(entry: Json, where: str) -> BoundBuffer:
 
 
 def _expression(value: Json, allowed: Sizes, where: str, depth: int = 0) -> Expression:
-    """Returns an expression over the sizes of a GPU program's call, parsed from JSON. Raises FieldError for
+    """Returns an expression over the sizes of a GPU program's call, parsed from JSON: an integer from 0 to
+    2**42, the name of a size, or [operation, left, right], nested at most 6 deep. Raises FieldError for
     anything else.
 
     allowed: names of sizes that it may contain; where: its place, for messages; depth: number of enclosing
@@ -237,8 +238,9 @@ def _list(fields: Fields, key: str) -> list[Json]:
 
 
 def _cross_check(program: Program) -> None:
-    """Raises FieldError unless all names in a GPU program are defined, and its inputs lie within their
-    buffer."""
+    """Raises FieldError unless all names in a GPU program are defined once, launches have as many buffers and
+    scalars as their kernels, inputs lie within their one buffer, tables of rotary embeddings fill theirs, and
+    there are at most 200,000 launches."""
     params = {name for name, *_ in program.params}
     if len(params) != len(program.params) or params & set(program.buffers):
         raise FieldError("'params' and 'buffers' have two entries of one name")
