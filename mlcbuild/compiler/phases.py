@@ -1,6 +1,5 @@
-"""Runs compiler passes and code generation, from a program in TVM's IR to object files, and lists the passes
-in order.
-"""
+"""Runs compiler passes and code generation, from a program in TVM's IR to object files, and lists in order
+the passes that are not specific to kernels."""
 
 from __future__ import annotations
 
@@ -27,10 +26,9 @@ Mark = Callable[[str], None]
 """A callback that receives the name of each phase of a compilation when the phase starts."""
 
 KERNELS_PER_OBJECT = 6
-"""Number of kernels that LLVM compiles in one call, after which progress is reported. A call takes about 25
-ms in addition to the time for its kernels: a library with 24 kernels, of smollm2-135m, took 5.11 CPU s in
-groups of 6 and 5.06 in one (EPYC, Zen 5, means of 5 runs).
-"""
+"""Maximum number of kernels that LLVM compiles in one call, after which progress is reported. A call takes
+about 25 ms in addition to the time for its kernels: a library with 24 kernels, of smollm2-135m, took 5.11 CPU
+s in groups of 6 and 5.06 in one (EPYC, Zen 5, means of 5 runs)."""
 
 Phases = tuple[tuple[str, Callable[[], Callable[[IRModule], IRModule]]], ...]
 """Compiler passes in order, as pairs (description, function that constructs the pass). A pass is constructed
@@ -60,11 +58,12 @@ LOWER: Phases = (
 
 def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModule:
     """Applies compiler passes to a module in order and returns the result. mark: callback that receives the
-    description of each pass before it runs. Raises CompileError if a pass yields an ill-formed module.
+    description of each pass before it runs. Raises CompileError with the name of the first pass that yields
+    an ill-formed module; an exception that a pass raises itself passes unchanged.
 
     Only the last result is checked: a check after each pass takes a tenth of the time that a small library
-    takes. If the result is ill-formed or a pass fails, the passes run again with all checks, so that the
-    error names the first pass that went wrong.
+    takes. If the result is ill-formed or a pass fails, the passes run again with all checks, to find the
+    first one with an ill-formed result.
     """
     with target:
         result = mod
@@ -81,7 +80,8 @@ def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModul
 
 def _check_each(mod: IRModule, phases: Phases) -> None:
     """Applies compiler passes to a module, and raises CompileError with the name of the first one that yields
-    an ill-formed module."""
+    an ill-formed module; returns nothing if there is none. Exceptions of the passes themselves pass
+    unchanged."""
     for name, make in phases:
         mod = make()(mod)
         try:
@@ -92,8 +92,9 @@ def _check_each(mod: IRModule, phases: Phases) -> None:
 
 def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kernels: Phases) -> list[Path]:
     """Compiles a lowered module to object files in `directory`, the kernels' machine code and the program of
-    TVM's virtual machine, and returns their paths. kernels: the compiler passes for kernels.
-    """
+    TVM's virtual machine, and returns their paths. The module must have a kernel, and the directory must
+    exist. mark: callback that receives "generate machine code"; kernels: the compiler passes for kernels.
+    Reports progress in functions; TVM's exceptions pass unchanged."""
     mark("generate machine code")
     pipeline = kernel_pipeline(kernels)
     first, last = _groups(mod)
@@ -117,8 +118,8 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
 
 
 def _groups(mod: IRModule) -> tuple[list[list[GlobalVar]], list[GlobalVar]]:
-    """Returns the kernels of a module in alphabetical order, as (groups of KERNELS_PER_OBJECT kernels each,
-    the last 1 to KERNELS_PER_OBJECT kernels). The module must have a kernel."""
+    """Returns the GlobalVars of a module's kernels in alphabetical order, as (groups of KERNELS_PER_OBJECT
+    kernels each, the remaining 1 to KERNELS_PER_OBJECT kernels). The module must have a kernel."""
     names = [name for name, function in mod.functions.items() if isinstance(function, tirx.PrimFunc)]
     names.sort(key=lambda name: str(name.name_hint))
     groups = [names[start : start + KERNELS_PER_OBJECT] for start in range(0, len(names), KERNELS_PER_OBJECT)]
@@ -126,14 +127,13 @@ def _groups(mod: IRModule) -> tuple[list[list[GlobalVar]], list[GlobalVar]]:
 
 
 def _only(mod: IRModule, names: Sequence[GlobalVar]) -> IRModule:
-    """Returns a TVM module with only the functions `names` of the module `mod`."""
+    """Returns a TVM module with only the functions `names` and the attributes of the module `mod`."""
     return IRModule({name: mod[name] for name in names}, attrs=mod.attrs)
 
 
 def kernel_pipeline(kernels: Phases) -> str:
-    """Registers the passes `kernels`, followed by TVM's final passes, as a pipeline of TVM, and returns the
-    pipeline's name for relax.build.
-    """
+    """Registers the passes `kernels`, followed by TVM's final passes, as the pipeline "mlcbuild" of TVM, and
+    returns this name for relax.build. A later call replaces the pipeline."""
 
     def passes() -> tuple[transform.Pass, Callable[[], transform.Pass], Callable[[], transform.Pass]]:
         return (

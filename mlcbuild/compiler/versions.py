@@ -31,8 +31,7 @@ def compiler() -> dict[str, str]:
 
 def check() -> None:
     """Raises SetupError if the LLVM inside the installed TVM has another major version than cache keys
-    assume. It imports TVM, so only the compiler's child process calls it.
-    """
+    assume. It imports TVM, which must be installed, so only the compiler's child process calls it."""
     from tvm.target.codegen import llvm_version_major
 
     carried = str(llvm_version_major())

@@ -2,8 +2,8 @@
 
 TVM's virtual machine checks type and shape of every argument at the start of every function: for a model of
 thirty layers that is thousands of checks per token. This pass keeps them only in exported functions, and
-there not for weights, which are checked once, when they are loaded. A library's functions call each other
-with arguments that were checked before.
+there not for arguments that are tuples: the weights, which are checked once, when they are loaded. A
+library's functions call each other with arguments that were checked before.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ other codes compare dimensions.
 
 
 def trusted_calls(mod: IRModule) -> IRModule:
-    """Removes redundant checks of arguments from all Relax functions of a module, and the values that nothing
-    uses afterwards; returns `mod`, changed in place. It runs after VMShapeLower and before
-    AttachGlobalSymbol.
-    """
+    """Removes redundant checks of arguments from all Relax functions of a module, then the shape heap (the
+    array in which TVM stores dimensions) where nothing reads from it, and tuples and their fields that
+    nothing uses; returns `mod`, changed in place. A check that also stores a dimension stays where the heap
+    is needed. It runs after VMShapeLower and before AttachGlobalSymbol."""
     for name, function in mod.functions.items():
         if isinstance(function, Function):
             mod.update_func(name, _lean(function))
@@ -77,9 +77,8 @@ def _reads_heap(value: Expr, checked: set[Var]) -> bool:
 
 
 def _without_heap(bindings: Sequence[Binding]) -> list[Binding]:
-    """Returns a Relax function's bindings without the shape heap and everything that refers to it. Nothing
-    may read a dimension from the heap.
-    """
+    """Returns a Relax function's bindings without the shape heap, the array in which TVM stores dimensions,
+    and without those that refer to it. No binding may read a dimension from the heap."""
     heaps = {binding.var for binding in bindings if _name(binding.value) == _HEAP}
     return [b for b in bindings if b.var not in heaps and not heaps & set(relax.analysis.free_vars(b.value))]
 
@@ -93,7 +92,7 @@ def _codes(arguments: Sequence[Expr]) -> list[int]:
 
 def _used(bindings: Sequence[Binding], result: Expr) -> list[Binding]:
     """Returns a Relax function's bindings in their order, except those of tuples and reads of tuple fields
-    whose value nothing uses. result: the function's result, which counts as a use."""
+    whose value no remaining binding uses. result: the function's result, which counts as a use."""
     read = {result}
     remaining: list[Binding] = []
     for binding in reversed(bindings):

@@ -1,9 +1,10 @@
 """Translates the ModelConfig of any model family into private Relax functions for its layers. The functions
 that a compiled library exports, such as `step`, call them.
 
-Layers that are stored in the same way and differ only in window and rotary embedding call one private
-function, so the program hardly grows with the number of layers. The residual stream and the KV cache are
-changed in place, which is why these functions are impure: no pass may drop a call of one.
+Layers that are stored in the same way and differ only in window and in the frequencies of their rotary
+embedding call one private function, so the program hardly grows with the number of layers. The residual
+stream and the KV cache are changed in place, which is why these functions are impure: no pass may drop a call
+of one.
 """
 
 from __future__ import annotations
@@ -84,8 +85,7 @@ class Decoder:
 
 def bounds(limits: Limits) -> dict[str, int]:
     """Returns symbolic dimension -> its maximum under the library's limits, for which memory is planned: n
-    new tokens, q rows of logits, b sequences, p pages.
-    """
+    new tokens, q rows of logits, b sequences, p entries of the page table."""
     return {"n": limits.rows, "q": limits.rows, "b": limits.max_batch, "p": limits.pages}
 
 
@@ -121,8 +121,8 @@ def variables(
     """Returns argument name -> new Relax variable for arguments of a compiled library's function, as abi.py
     describes them, in their order.
 
-    sizes: name of a dimension of the arguments, such as n -> its value; dimensions that it lacks become
-    symbolic.
+    sizes: name of a dimension of the arguments, such as n -> its value; of those that it lacks, `hidden` is
+    the model's, and the others become symbolic, the same name being the same variable in all arguments.
     """
     dimensions: dict[str, Expr | int] = {"hidden": decoder.config.hidden_size, **(sizes or {})}
 
@@ -152,8 +152,8 @@ def packed_params(decoder: Decoder) -> relax.Var:
 
 def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> Weights:
     """Emits code that reads the tensors of `params` from the tuple of all weights, and returns parameter name
-    -> stored tensors. packed: the variable of that tuple.
-    """
+    -> stored tensors, such as codes and scales, in the order in which its format lists them. packed: the
+    variable of that tuple."""
     return {
         param.name: [
             handle(
@@ -169,9 +169,8 @@ def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> We
 
 def layer_functions(decoder: Decoder) -> list[GlobalVar]:
     """Adds the private Relax functions that compute the layers to the module, and returns the function of
-    each layer, in order. Layers that are stored in the same way and differ only in window and rotary
-    embedding share one.
-    """
+    each layer, in order. Layers that are stored in the same way and differ only in window and in the
+    frequencies of their rotary embedding share one."""
     functions: dict[object, GlobalVar] = {}
     by_layer = []
     for index, spec in enumerate(decoder.config.layers):
@@ -187,9 +186,9 @@ def layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 
 def _without_arguments(spec: LayerSpec) -> LayerSpec:
-    """Returns a layer's description without its window and its choice of rotary embedding, which are
-    arguments of the layer's function. Layers with equal results can share a function.
-    """
+    """Returns a layer's description without its window, and with the first rotary embedding in place of its
+    own if it has one: both are arguments of the layer's function. Layers with equal results can share a
+    function if their rotary embeddings have the same dimensions and scale of queries."""
     rope = None if spec.mixer.rope is None else 0
     return replace(spec, mixer=replace(spec.mixer, window=None, rope=rope))
 
@@ -242,11 +241,11 @@ def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) 
 
 
 def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: bool = False) -> GlobalVar:
-    """Adds the private Relax function of all layers and returns it. It maps embeddings float32 [n, hidden],
-    the batch's tensors, `forks` (copies of pages), all weights and `prompt` (not 0 for prompts) to the
-    residual stream [n, hidden]. selects_rows: True if it has a last argument `rows`, int32 [q], that limits
-    the result to the rows with these indices, [q, hidden].
-    """
+    """Adds the private Relax function of all layers and returns it. layers: the function of each layer. It
+    maps embeddings float32 [n, hidden], the batch's tensors, `forks` (copies of pages), all weights and
+    `prompt` (not 0 for prompts) to the residual stream [n, hidden]. selects_rows: True if it has a last
+    argument `rows`, int32 [q], that limits the result to the rows with these indices, [q, hidden]; it then
+    calls a new function in place of the last of `layers`."""
     builder, config, ops = decoder.builder, decoder.config, decoder.ops
     n = size("n")
     embeddings = variable("embeddings", (n, config.hidden_size), "float32")
@@ -293,8 +292,8 @@ def _start(decoder: Decoder, embeddings: Tensor, positions: Tensor, packed: rela
 
 def _angles(decoder: Decoder, rope: Rope, positions: Tensor) -> Tensor:
     """Emits the cosines and sines of one rotary embedding at `positions`, int32 [n], and returns them,
-    float32 [n, columns]: the dim / 2 cosines of a position, then as many sines, then the scale of queries if
-    the embedding has one. Frequencies may depend on the library's context window.
-    """
+    float32 [n, columns]: the dim / 2 cosines of a position, then as many sines, both times the embedding's
+    attention factor, then the scale of queries if the embedding has one. Frequencies may depend on the
+    library's context window."""
     inv_freq, factor = frequencies(rope, decoder.limits.context_window)
     return decoder.ops.angles(positions, handle(relax.const(np.array(inv_freq, np.float32))), factor, rope)

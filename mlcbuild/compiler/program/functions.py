@@ -33,9 +33,9 @@ NORM = ("norm.weight", "norm.bias")
 
 
 def build(decoder: Decoder) -> IRModule:
-    """Returns the Relax module of a decoder: all functions that a compiled library exports, and the kernels
-    that they call, before any compiler pass.
-    """
+    """Returns the Relax module of a decoder, before any compiler pass: all functions that a compiled library
+    exports, and the private functions and kernels that they call. It has the functions of the decode loop
+    (`step_on` and `steps`) only if the backend supports them."""
     _create_cache(decoder)
     _embed(decoder)
     layers = layer_functions(decoder)
@@ -69,9 +69,9 @@ def _function(
     decoder: Decoder, function: abi.Function, sizes: Mapping[str, Expr | int] | None = None
 ) -> Iterator[Variables]:
     """Begins an exported function of the compiled library, as abi.py describes it, in the module under
-    construction, as a context manager that yields the function's arguments: name -> variable. sizes: name of
-    a dimension of the arguments, such as n (new tokens) -> its value; other dimensions become symbolic.
-    """
+    construction, as a context manager that yields the function's arguments: name -> variable. The caller
+    emits the function's result inside the context. sizes: name of a dimension of the arguments, such as n
+    (new tokens) -> its value; other dimensions become symbolic."""
     arguments = variables(decoder, function.arguments, sizes)
     with decoder.builder.function(function.name, [*arguments.values()], decoder.attributes(), pure=False):
         yield arguments
@@ -100,8 +100,8 @@ def _stream(
     last layer, float32 [n, hidden], or [q, hidden] if `rows` has a variable.
 
     x: embeddings [n, hidden]. arguments: name of an argument of the exported function, such as positions ->
-    variable. prompt: True if the rows are prompt tokens. rows: (), or one int32 [q] variable with the indices
-    of the rows to return.
+    variable. Without the argument `forks`, no pages of the KV cache are copied. prompt: True if the rows are
+    prompt tokens. rows: (), or one int32 [q] variable with the indices of the rows to return.
     """
     batch = [arguments[argument.name] for argument in abi.BATCH]
     forks = arguments.get("forks", relax.const(np.zeros((0, 3), np.int32)))
@@ -127,9 +127,8 @@ def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variabl
 
 
 def _hidden_states(decoder: Decoder, trunk: GlobalVar) -> None:
-    """Adds the exported function that returns the hidden states of all rows after the last norm, float32 [1,
-    n, hidden]. Text embeddings are computed from them.
-    """
+    """Adds the exported function that maps embeddings float32 [1, n, hidden] to the hidden states of all rows
+    after the last norm, float32 [1, n, hidden]. Text embeddings are computed from them."""
     builder, hidden = decoder.builder, decoder.config.hidden_size
     n = size("n")
     with _function(decoder, abi.HIDDEN_STATES, {"n": n}) as arguments:
@@ -162,9 +161,10 @@ def _draw(
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
     """Adds an exported function of the library, `step` or `step_prefill`, that computes embeddings, all
-    layers, logits and sampled tokens in one call, and returns its GlobalVar. `step` also copies pages of the
-    KV cache, as its argument `forks` lists them, (source, destination, tokens); `step_prefill` copies none.
-    """
+    layers and logits and samples tokens into its argument `sampled` in one call, and returns its GlobalVar.
+    The exported function returns the masked logits, float32 [1, q, vocab]. `step` also copies pages of the KV
+    cache, as its argument `forks` lists them, (source, destination, tokens); `step_prefill` copies none.
+    trunk: the private function of all layers."""
     q = size("q")
     with _function(decoder, function, {"q": q}) as arguments:
         embedded = _embedded(decoder, arguments)
@@ -183,7 +183,8 @@ def _one_token_each(decoder: Decoder, function: abi.Function) -> Variables:
 
 
 def _head_params(decoder: Decoder) -> list[Param]:
-    """Returns the parameters of the norm after the last layer and of the output matrix."""
+    """Returns the parameters of the norm after the last layer and of the output matrix, the embedding matrix
+    if the model ties them, with the biases that the model has."""
     matrix = "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight"
     return _params(decoder, *NORM, matrix, "lm_head.bias")
 

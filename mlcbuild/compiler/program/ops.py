@@ -51,9 +51,8 @@ class Batch:
 @dataclass(frozen=True)
 class Layer:
     """The inputs of the Relax function that computes one transformer layer, except the rows of the residual
-    stream. Layers that are stored in the same way and differ only in window and rotary embedding share one
-    function.
-    """
+    stream. Layers that are stored in the same way and differ only in window and in the frequencies of their
+    rotary embedding share one function."""
 
     spec: LayerSpec
     """Description of the layer. If several layers share the Relax function, it is that of the first; the
@@ -155,15 +154,14 @@ class Ops(Protocol):
         ...
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
-        """Emits the embedding lookup of tokens int32 [n], with the model's scale and norm, and returns
-        float32 [n, hidden].
-        """
+        """Emits the embedding lookup of tokens int32 [n], with the model's scale and norm if it has them, and
+        returns float32 [n, hidden]."""
         ...
 
     def add_positions(self, x: Tensor, positions: Tensor, table: List[Tensor]) -> Tensor:
         """Emits a copy of x float32 [n, hidden] plus the learned embeddings of positions int32 [n], and
-        returns it. table: the stored tensors of the parameter `position.weight`.
-        """
+        returns it. table: the stored tensors of the parameter `position.weight`, whose row position + the
+        model's position_offset is added."""
         ...
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float, spec: Rope) -> Tensor:
@@ -208,27 +206,30 @@ class Ops(Protocol):
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
         """Emits code that sets the logits of excluded tokens to minus infinity, in place, and returns the
         logits. masks: int32 [m, 1 + w], each row the index of a row of logits, then w words with one bit per
-        token, 0 if excluded."""
+        token, lowest token in the lowest bit, 0 if excluded. Rows of logits without a mask stay unchanged."""
         ...
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
         """Emits the sampling of a token from each row of logits [1, q, vocab] into `out`, int32 [q], and
-        returns the unchanged logits. params: float64 [q, 5], for each row 1 / temperature, logit_drop (the
-        threshold of min_p), top_p, top_k and a random number.
-        """
+        returns the unchanged logits. params: float64 [q, 5], for each row 1 / temperature (0: the most likely
+        token; negative: none), logit_drop (the lowest distance of a logit from the largest, at most 0, as
+        temperature * log(min_p)), top_p, top_k (0: all tokens) and a random number in [0, 1). `out` gets -2
+        for a row with a negative number, -1 for one with a logit that is NaN."""
         ...
 
     def next_inputs(self, arguments: Variables) -> None:
         """Emits code that changes the arguments of a decode step, in place, into those of the next step: it
-        records the sampled tokens, advances positions, cache slots and lengths by one token, replaces the
-        random numbers, and sets whether another step follows. arguments: name of an argument of the library
-        function `step_on`, which computes one of several decode steps -> variable."""
+        records the sampled tokens and sets whether another step follows in the same call; unless the whole
+        loop ends, it also advances positions, cache slots and lengths by one token and replaces the random
+        numbers. arguments: name of an argument of the library function `step_on`, which computes one of
+        several decode steps -> variable."""
         ...
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns two mappings for the library's metadata: use (a kind of matrix, or attention) -> name of
-        its kernel, and use -> reason why its kernel is slow, only for uses with a slow kernel.
-        """
+        """Returns two mappings for the library's metadata: use -> name of its kernel, and use -> reason why
+        its kernel is slow, only for uses with a slow kernel. A use is a form of attention, such as
+        "attention.prompt", or the name of a matrix, without the prefix `layers.N.` where one kernel serves
+        all layers."""
         ...
 
     def workspace(self, limits: Limits, mod: IRModule) -> int:
