@@ -61,10 +61,11 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self.mask: Mask | None = None
         """Logit mask, int32 words with one bit per token, 1 if it is allowed, for the next token of this
-        answer that the device samples in the coming step; None: all tokens are allowed."""
+        answer that the device samples in the coming step; None: it samples from all tokens, and a constraint
+        is checked afterwards."""
         self.plain = matcher is None and not request.sampling.adjusts
-        """True if the device alone can sample the answer's tokens: there is no constraint, no penalty and no
-        bias."""
+        """True if the device alone can sample the answer's tokens: there is no constraint, no penalty, no
+        bias and no minimum length."""
 
     @property
     def constrained(self) -> bool:
@@ -72,7 +73,7 @@ class Sampler:
 
     @property
     def finished(self) -> bool:
-        """Returns True if the constraint allows only the end of the answer."""
+        """Returns True if the constraint allows only the end of the answer; False without a constraint."""
         return self._matcher is not None and self._matcher.finished
 
     def params(self, position: int) -> SamplingRow:
@@ -87,15 +88,15 @@ class Sampler:
 
     def first_params(self, position: int) -> SamplingRow:
         """Returns the sampling parameters with which the device samples the token at index `position` of the
-        answer, and sets the sampler's attribute `mask` to the logit mask for it, or to None. The parameters
-        are SKIP (no token) if the host must sample it."""
+        answer, and sets the sampler's attribute `mask` to the logit mask for it, or to None if it samples
+        without one. The parameters are SKIP (no token) if the host must sample it."""
         number = self._first_number(position)
         return SKIP if number is None else (*self._sampling.columns, number)
 
     def _first_number(self, position: int) -> float | None:
         """Returns the random number with which the device samples the token at index `position` of the
-        answer, and sets the sampler's attribute `mask` to the logit mask for it, or to None. Returns None if
-        the host must sample the token."""
+        answer, and sets the sampler's attribute `mask` to the logit mask for it, or to None if it samples
+        without one. Returns None if the host must sample the token."""
         matcher, self.mask = self._matcher, None
         if matcher is None or self._tries(self._backoff, position):
             return self._numbers.at(position)
@@ -111,7 +112,8 @@ class Sampler:
         """Returns the random number, in [0, 1), with which the device samples the token at index `position`
         of the answer, in a burst of steps whose earlier tokens are not delivered yet. Stores the logit mask
         for it in the attribute `mask`, None if it is sampled without one. Returns None if the device must not
-        sample the token: the host samples it, or the constraint allows only one token."""
+        sample the token: the host samples it, or the constraint allows only one continuation for the next two
+        bytes, or only the end."""
         matcher = self._matcher
         if matcher is None:
             return self._numbers.at(position)
@@ -119,14 +121,14 @@ class Sampler:
 
     def _tries(self, backoff: Backoff, position: int) -> bool:
         """Returns True if a token at `position` should be sampled without a mask first, and checked against
-        the grammar afterwards."""
+        the grammar afterwards: the back-off allows it, and top_k, min_p and top_p exclude no tokens."""
         return backoff.due(position) and not self._sampling.filters
 
     def token(self, logits: ReadLogits, drawn: int, position: int) -> int:
-        """Returns the token at index `position` of the answer, which the constraint allows, if there is one.
-        drawn: the token that the device sampled, or NO_TOKEN (-2) for none; logits: function that returns the
-        row of logits, for sampling on the host. Raises ServingError for logits that are NaN, or a constraint
-        that is too costly to follow."""
+        """Returns the token at index `position` of the answer, which the constraint allows, if there is one;
+        the caller must then pass it to the method `add`. drawn: the token that the device sampled, or
+        NO_TOKEN (-2) for none; logits: function that returns the row of logits, for sampling on the host.
+        Raises ServingError for logits that are NaN, or a constraint that is too costly to follow."""
         if self.mask is not None and drawn != NO_TOKEN:
             self.mask = None
             return checked(drawn)
@@ -152,7 +154,8 @@ class Sampler:
 
     def prepare(self, position: int) -> None:
         """Computes and caches the logit mask of the token at index `position` of the answer in advance, if it
-        will be needed, while the grammar is in the CPU's caches."""
+        will be needed, while the grammar is in the CPU's caches. An error is raised only where the mask is
+        needed."""
         matcher = self._matcher
         if matcher is not None and not self._tries(self._backoff, position):
             with suppress(ServingError):  # reported when the mask is needed
@@ -160,8 +163,8 @@ class Sampler:
 
     def forced(self, count: int) -> list[int]:
         """Returns up to `count` tokens that must follow in the answer, because the constraint allows no
-        others; [] without a constraint, or if the request needs log-probabilities, which the model computes.
-        """
+        others; [] without a constraint, if it forces fewer than two bytes, or if the request needs
+        log-probabilities, which the model computes."""
         if (
             self._matcher is None or self._request.logprobs is not None
         ):  # Only the model has log-probabilities.
@@ -182,10 +185,11 @@ class Sampler:
         backoff: Backoff,
     ) -> int:
         """Returns the token that is sampled after a draft, which may be empty. It depends only on the logits,
-        the seed, and how often sampled tokens of the answer have violated the constraint before. drawn: the
-        token that the device sampled, or NO_TOKEN (-2) if it sampled none; matcher: follows the constraint,
-        None without one; after: (index in the answer at which the draft begins, the draft's tokens); backoff:
-        decides whether a token is sampled without a logit mask first."""
+        the sampling parameters, the seed, and how often sampled tokens of the answer have violated the
+        constraint before. drawn: the token that the device sampled, or NO_TOKEN (-2) if it sampled none;
+        matcher: follows the constraint, None without one; after: (index in the answer at which the draft
+        begins, the draft's tokens); backoff: decides whether a token is sampled without a logit mask first.
+        Raises ServingError for logits that are NaN, or a constraint that is too costly to follow."""
         counts, (position, draft) = self._counts, after
         if self._sampling.adjusts:
             counts = counts + Counter(draft) if draft else counts
@@ -198,7 +202,8 @@ class Sampler:
 
     def _free(self, logits: ReadLogits, drawn: int, position: int) -> int:
         """Returns the token at index `position` of the answer without regard to the constraint: `drawn`, if
-        the device sampled one, else a token that is sampled from the row of logits here."""
+        the device sampled one, else a token that is sampled from the row of logits here. Raises EngineError
+        for logits that are NaN."""
         if drawn != NO_TOKEN:
             return checked(drawn)
         return self._draw(logits(), self._numbers.at(position))
@@ -211,8 +216,9 @@ class Sampler:
     def _fitting(
         self, logits: ReadLogits, drawn: int, matcher: Matcher, backoff: Backoff, position: int
     ) -> int:
-        """Returns an allowed token: the unconstrained sample if the grammar allows it, else one sampled under
-        the logit mask with another random number (rejection sampling)."""
+        """Returns an allowed token: the unconstrained sample if one is tried first and the grammar allows it,
+        else one sampled under the logit mask with another random number (rejection sampling). Raises
+        ServingError for logits that are NaN, or a constraint that is too costly to follow."""
         if self._tries(backoff, position) and matcher.free:
             token = self._free(logits, drawn, position)
             backoff.settle(position, fits := matcher.tries(token))

@@ -22,8 +22,8 @@ class Schedule:
     each running request. Pages for the answer are allocated as it grows. When there are none, the request of
     the highest rank is preempted, if possible one that is paused until its client has read events: it frees
     its pages and waits again. Its computed pages stay in the prefix cache until they are needed; the rest is
-    computed again. The request of the lowest rank is never preempted for others, so that all requests finish.
-    """
+    computed again. The request of the lowest rank is not preempted for others unless it is paused, so that
+    all requests finish."""
 
     def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:
         """Creates a schedule without requests. pages: the pages of the KV cache; page_size: number of tokens
@@ -43,7 +43,8 @@ class Schedule:
 
     def remove(self, sequence: Sequence, forget: bool = False) -> None:
         """Removes a waiting or running request, and frees its batch slot and KV cache pages. forget: True if
-        its pages that no other request uses must also leave the prefix cache."""
+        its pages that no other request uses must also leave the prefix cache, except those that the cached
+        pages of another prompt follow."""
         for listed in (self.active, self.waiting):
             if sequence in listed:
                 listed.remove(sequence)
@@ -81,11 +82,10 @@ class Schedule:
     def scored(self, room: int) -> list[tuple[Sequence, int]]:
         """Returns [(sequence, number of prompt tokens to compute)] for the first running sequence whose
         prompt needs log-probabilities and is not computed yet; [] if there is none. room: maximum number of
-        tokens.
+        tokens, of which at most 64 (SCORED) are computed.
 
         It gets a separate step: kernels may round many rows' logits differently, which must not change other
-        answers.
-        """
+        answers."""
         for sequence in self.active:
             if sequence.prefilling and sequence.request.prompt_logprobs:
                 return [(sequence, min(room, SCORED, len(sequence.request.prompt) - sequence.length))]
@@ -113,9 +113,8 @@ class Schedule:
         return parts
 
     def stretch(self, sequence: Sequence, count: int) -> int:
-        """Allocates KV cache pages for up to `count` more tokens of a sequence without preempting a request.
-        Returns the number of tokens for which there are pages.
-        """
+        """Allocates KV cache pages for the next token of a sequence and up to `count` more after it, without
+        preempting a request. Returns the number of these further tokens for which there are pages."""
         while len(sequence.pages) * self._page_size <= sequence.length + count:
             more = self.pages.take(1)
             if more is None:
@@ -125,7 +124,7 @@ class Schedule:
 
     def branch(self, sequence: Sequence) -> None:
         """Allocates KV cache pages for the branches of a sequence's draft without preempting a request; drops
-        the branches that do not fit."""
+        the first branch for which there are too few pages, and all after it."""
         branches = sequence.draft.branches
         for place, branch in enumerate(branches):
             begin, size = len(sequence.tokens) + branch.start, self._page_size
@@ -170,8 +169,7 @@ class Schedule:
 
     def _leave_window(self, sequence: Sequence, count: int) -> None:
         """Frees the first `count` pages of a sequence, which are outside the attention window of all future
-        tokens.
-        """
+        tokens, and puts GONE into their places of its list."""
         first = count
         while first and sequence.pages[first - 1] != GONE:
             first -= 1
@@ -180,7 +178,8 @@ class Schedule:
 
     def _place(self, sequence: Sequence) -> bool:
         """Allocates KV cache pages for all tokens of a waiting sequence, sharing those of the prefix cache.
-        Returns False if there are too few pages or no place in the batch."""
+        Returns False, with nothing allocated, if there is no place in the batch, or there are too few pages:
+        one for each running request must remain."""
         if len(self.active) >= self._max_batch:
             return False
         # At least one token must be computed, because the next one is sampled from its logits.

@@ -47,7 +47,8 @@ class SequenceRows(NamedTuple):
         return self.stop - self.start
 
     def token(self, row: int) -> int:
-        """Returns the token that the device sampled from row `row` of the sequence's rows, counted from 0."""
+        """Returns the token that the device sampled from row `row` of the sequence's rows, counted from 0; -2
+        if none was to be sampled, -1 if the row's logits are NaN."""
         return self.result.tokens[self.start + row]
 
     def logits(self) -> Floats:
@@ -72,9 +73,10 @@ class Sequence:
         sample: Sample,
         matcher: Matcher | None = None,
     ) -> None:
-        """Creates a waiting sequence for a request, whose max_tokens must fit the context already. sink:
-        function that receives the events of the answer; sample: function that samples tokens from logits;
-        matcher: follows the request's constraint, None without one."""
+        """Creates a waiting sequence for a request, whose max_tokens must be a number that fits the context.
+        sink: function that receives the events of the answer; ticket: handle with which the client cancels or
+        pauses the request; sample: function that samples tokens from logits; matcher: follows the request's
+        constraint, None without one."""
         self.request = request
         self.order = 0
         """The number of the request in order of arrival, from 0; set when the engine takes the request from
@@ -128,7 +130,8 @@ class Sequence:
     @property
     def mask(self) -> Mask | None:
         """Returns the logit mask, int32 words with one bit per token, 1 if it is allowed, under which the
-        coming step samples the next token of the answer; None if every token is allowed."""
+        device samples the next token of the answer in the coming step; None if it samples from all tokens,
+        and a constraint is checked afterwards."""
         return self.sampler.mask
 
     @property
@@ -140,7 +143,8 @@ class Sequence:
     @property
     def steps_ahead(self) -> int:
         """Returns the maximum number of decode steps that may be executed for this sequence before a token
-        must be delivered to its client."""
+        must be delivered to its client; 0 if it needs steps of its own, as for a draft, a penalty or
+        log-probabilities."""
         request = self.request
         ready = self.length + 1 == len(self.tokens) and not self.draft.tokens
         if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:
@@ -165,7 +169,8 @@ class Sequence:
     def sampling_params(self, count: int) -> list[SamplingRow]:
         """Returns the sampling parameters of each row of logits that a step computes for this sequence.
         count: number of tokens that the step computes, the draft's included. A row is SKIP if the device must
-        not sample its token; the host samples it later."""
+        not sample its token; the host samples it later, if at all. Sets the sequence's logit mask for the
+        step."""
         sampler, draft, row_count = self.sampler, self.draft, 1 + self.draft.size
         sampler.mask = None
         last = self.length + count - len(draft.tokens) == len(self.tokens) and self.request.max_tokens
@@ -194,8 +199,8 @@ class Sequence:
 
     def advance(self, rows: SequenceRows) -> bool:
         """Appends the token that a decode step has sampled to the sequence, without an event for the client.
-        Returns False if the token ends the answer, or after an error, so that the client must receive its
-        tokens before the next step."""
+        Returns False if it is an end-of-sequence or stop token, or after an error, which is kept for
+        `take_events`, so that the client must receive its tokens before the next step."""
         self.length += 1
         try:
             self._append(token := self.sampler.token(lambda: rows.logits()[0], rows.token(0), self.answered))
@@ -220,8 +225,9 @@ class Sequence:
 
     def consume(self, rows: SequenceRows) -> list[Event]:
         """Appends the tokens that a step has sampled for this sequence: one, and one more for each accepted
-        draft token. Returns an event for the client of each; an error is an event, too. If max_tokens is 0,
-        nothing is appended, and the only event ends the answer."""
+        draft token; then the tokens that the constraint forces. Returns an event for the client of each; an
+        error is an event, too. If max_tokens is 0, nothing is appended, and the only event ends the answer.
+        """
         if not self.draft.tokens and self.request.max_tokens and self._plain:
             return self._verify(rows)
         if self.request.max_tokens:
@@ -244,7 +250,7 @@ class Sequence:
     def _verify(self, rows: SequenceRows) -> list[Event]:
         """Samples tokens along the sequence's draft tree (the draft and its alternatives), for as long as a
         sampled token is among the draft tokens, and appends them to the answer. Returns an event for the
-        client of each."""
+        client of each; an error is an event, too."""
         draft = self.draft
         draft.branch_gain = draft.best_path = 0
         if not draft.tokens:
@@ -292,10 +298,10 @@ class Sequence:
         self.client.stopwatch.token()
 
     def _forced(self, unsent: int) -> list[Event]:
-        """Appends the tokens that must follow, because the constraint allows no others, to the answer, and
-        returns an event for the client for each; the model computes these tokens together with the next one.
-        unsent: number of earlier events that are not delivered yet. They count against the events that the
-        client may leave unread, so fewer tokens may be appended."""
+        """Appends up to MAX_FORCED (15) tokens that must follow, because the constraint allows no others, to
+        the answer, and returns an event for the client for each; the model computes these tokens together
+        with the next one. unsent: number of earlier events that are not delivered yet. They count against the
+        events that the client may leave unread, so fewer tokens may be appended."""
         room = self.client.ticket.room
         count = MAX_FORCED if room is None else min(MAX_FORCED, room - unsent)
         events: list[Event] = []
@@ -310,7 +316,8 @@ class Sequence:
         return events
 
     def allowed(self, draft: list[int]) -> list[int]:
-        """Returns the longest beginning of a draft that the sequence's constraint allows."""
+        """Returns the longest beginning of a draft that the sequence's constraint allows; the whole draft
+        without a constraint."""
         return self.sampler.allowed(draft)
 
     def propose(self, logits: Floats) -> bool:
@@ -330,8 +337,8 @@ class Sequence:
 
     def add_states(self, states: Floats) -> Event | None:
         """Adds the hidden states, float32 [n, hidden], of the last n computed tokens to the pooled embedding.
-        Returns the event with the embedding if all tokens of the input are added, else None.
-        """
+        The sequence's length must include these already. Returns the event with the embedding if all tokens
+        of the input are added, else None."""
         assert self.pool is not None
         if self.length == len(states):
             self.pool.clear()

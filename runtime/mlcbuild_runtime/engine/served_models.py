@@ -64,7 +64,8 @@ class ServedModel:
     engine: Engine | None = None
     chosen: ChosenLimits | None = None
     error: ServingError | None = None
-    """The error of the last attempt to load the bundle; None if it succeeded."""
+    """The error of the last attempt to read or load the bundle; None if it succeeded. A lack of memory is not
+    recorded."""
     users: int = 0
     used: float = field(default_factory=time.monotonic)
 
@@ -278,7 +279,8 @@ class Models:
         return {engine.name: engine.state() for engine in self.engines}
 
     def state(self) -> State:
-        """Returns the gauges and counters of all loaded models' engines, added up."""
+        """Returns the gauges and counters of all loaded models' engines, added up; `alive` is True if all of
+        them are."""
         states = list(self.states().values())
         counts = {
             item.name: sum(getattr(state, item.name) for state in states)
@@ -302,7 +304,7 @@ class Models:
 
 def card(entry: ServedModel, created: int) -> dict[str, Json]:
     """Returns the JSON object that describes one model in the list of /v1/models. created: Unix time in
-    seconds."""
+    seconds, for its field of that name."""
     chosen, manifest = entry.chosen, entry.manifest
     limits: Mapping[str, Json] | None = (
         None

@@ -155,8 +155,8 @@ class Speculation:
         """Adapts the lengths of future drafts to the numbers of draft tokens that a step has accepted.
 
         rows: number of tokens that the step computed besides the drafts; outcomes: how many draft tokens of
-        each sequence were verified and accepted; seconds: device time of the step and of drafting.
-        """
+        each sequence were verified and accepted; seconds: cost of the step and of drafting, by the executor's
+        clock (CPU time on CPUs, wall time on GPUs)."""
         drafted = sum(outcome.drafted for outcome in outcomes)
         self._prices.observe(rows, drafted, seconds, sum(outcome.branched for outcome in outcomes))
         price = self._prices.price(rows, drafted) if drafted else 0
@@ -336,7 +336,7 @@ def refusal(model: Executor, draft: Executor) -> str | None:
 
 def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor, other: Tokenizer) -> str | None:
     """Returns the first difference between the vocabularies of a model and of a draft bundle, as an error
-    message; None if only the padding at the end differs. other: tokenizer of the draft bundle.
+    message; None if they differ in nothing but the padding at the end. other: tokenizer of the draft bundle.
     """
     sizes = model.manifest.vocab_size, draft.manifest.vocab_size
     for token in range(max(sizes)):

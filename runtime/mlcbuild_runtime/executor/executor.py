@@ -128,9 +128,9 @@ class Executor(Protocol):
         ever been in use, which are the first ones."""
 
     def seconds(self) -> float:
-        """Returns the reading of a clock, in seconds, that advances while the device computes for the calling
-        thread: the difference of two readings is the cost of the steps between them, whatever else the
-        machine does."""
+        """Returns the reading of a clock, in seconds, for the calling thread: the difference of two readings
+        is the cost of the steps that it executes between them. On CPUs it is the thread's CPU time, to which
+        other processes do not add; on GPUs it is wall time, to which they and any waiting do."""
 
     def close(self) -> None:
         """Frees the device's memory. No method may be called afterwards."""

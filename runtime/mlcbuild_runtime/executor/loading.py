@@ -18,7 +18,8 @@ from mlcbuild_runtime.executor.executor import Executor
 
 Loader = Callable[[Path, Manifest, int | None, int | None], Executor]
 """Function that loads a bundle on one kind of device: (directory, manifest, number of threads or None, number
-of KV cache pages or None) -> executor. It raises BundleError or SetupError."""
+of KV cache pages or None) -> executor. It raises BundleError for a bundle that is damaged or for another
+machine, SetupError if the machine lacks something."""
 
 LOADERS: dict[str, str] = {
     "cpu": "mlcbuild_runtime.devices.cpu:load",

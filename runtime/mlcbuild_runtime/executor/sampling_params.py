@@ -19,8 +19,9 @@ from mlcbuild_runtime.executor.batch import Masks
 
 Floats = NDArray[np.float32]
 SamplingRow = tuple[float, float, float, float, float]
-"""The sampling parameters of one row of logits: (1 / temperature, smallest kept logit minus the largest one
-(-inf: no limit), top_p, top_k, random number). A plain tuple is created faster than a NamedTuple."""
+"""The sampling parameters of one row of logits: (1 / temperature (0: the most likely token), smallest kept
+logit minus the largest one (-inf: no limit), top_p, top_k (0: no limit), random number in [0, 1)). A plain
+tuple is created faster than a NamedTuple."""
 SKIP: SamplingRow = abi.SKIP
 Sample = Callable[[Floats, Sequence[SamplingRow], Masks], list[int]]
 """Function that samples one token from each row of logits: (logits, sampling parameters of each row, masks)
