@@ -64,7 +64,8 @@ class Latents:
 
     def attend(self, source: RowSource, inputs: Sequence[Tensor]) -> Tensor:
         """Emits latent attention without the output product, and returns its result, float32 [n, heads *
-        value_dim]. source: code that computes the input rows from the tensors `inputs`.
+        value_dim]. The emitted code also writes the new tokens to the KV cache. source: code that computes
+        the input rows from the tensors `inputs`.
         """
         spec, n = self.spec, inputs[0].shape[0]
         head_queries = self._own_queries(source, inputs, n)

@@ -89,7 +89,7 @@ class Mixture:
 
     def _route(self, source: Fed) -> Tensor:
         """Emits the router, and returns the choices of experts float32 [n, 2 * chosen]: for each row the
-        numbers of its experts, then their weights.
+        numbers of its experts, ascending, then their weights.
         """
         spec, weight = self.spec, self.layer.weights["mlp.router.weight"][0]
         n = source[1][0].shape[0]
@@ -114,9 +114,9 @@ class Mixture:
         return into(func, [*source[1], weight], out)
 
     def _gate(self, pair: Tensor, choices: Tensor) -> Fed:
-        """Returns the input rows of the second matrix product of a mixture of experts, act(gate) * up, as a
-        pair: the object that emits the computation of a row inside the product's kernel, and the tensors that
-        it reads.
+        """Returns the input rows of the second matrix product of a mixture of experts, act(gate) * up after
+        bias and clamp if the experts have them, as a pair: the object that emits the computation of a row
+        inside the product's kernel, and the tensors that it reads.
 
         pair: float32 [n * chosen, 2 * size], for each chosen expert of each token the values of gate, then
         those of up; choices: float32 [n, 2 * chosen], for each token the numbers of its chosen experts, then
@@ -130,9 +130,9 @@ class Mixture:
 
     def _shared_pair(self, source: Fed, n: Expr) -> Tensor:
         """Emits the first product of the feed-forward that all tokens share, and returns the values of gate,
-        then those of up, for each row: float32 [n, 2 * size]. If the layer has a gate for this feed-forward,
-        the values of up are already multiplied by the gate's sigmoid. source: (object that emits the
-        computation of an input row, tensors that it reads)."""
+        then those of up, for each row: float32 [n, 2 * shared_size]. If the layer has a gate for this
+        feed-forward, the values of up are already multiplied by the gate's sigmoid. source: (object that
+        emits the computation of an input row, tensors that it reads)."""
         spec = self.spec
         pair = self._product(
             "mlp.shared.gate_up.weight", source, self.view("shared", n, 2 * spec.shared_size)

@@ -127,9 +127,9 @@ class CpuOps(Parts):
         """Returns two mappings: use of a kernel -> name of the kernel, and use -> reason why its kernel is
         slower than the processor allows, for these uses only.
 
-        A use is a form of attention, such as "attention.prompt", or the name of a weight matrix. Without the
-        prefix `layers.N.`, a matrix name stands for all layers except those that are listed with the prefix
-        because they have another kernel.
+        A use is a form of attention, such as "attention.prompt", "embed.lookup", or the name of a weight
+        matrix. Without the prefix `layers.N.`, a matrix name stands for all layers except those that are
+        listed with the prefix because they have another kernel.
         """
         form = "_int8" if self.cache.has_scales else ""
         chosen: dict[str, str] = {
@@ -243,7 +243,8 @@ class _Halves:
     ) -> Tensor:
         """Emits x += the product of input rows with the layer's matrix `name`, in one kernel unless the layer
         has a bias, a norm or a scale in between; returns x. source: emits the computation of the input rows
-        from the tensors `inputs` in the product's kernel; post: name of the norm after the product.
+        from the tensors `inputs` in the product's kernel; post: name of the norm after the product, used if
+        the layer has one there.
         """
         extras = self.optional(f"{name}.bias"), norm_weights(self.layer.weights, post)
         if self._adds_at_once(name):
@@ -283,7 +284,8 @@ class _Halves:
 
     def attend(self, x: Tensor) -> Tensor:
         """Emits attention for the rows of the residual stream x, without the output product, and returns its
-        result. The emitted code also writes keys and values to the cache.
+        result, float32 [n, heads * value_dim]; for prompts it may be packed for AMX, in a tensor with more
+        columns. The emitted code also writes keys and values to the cache.
         """
         parts, spec = self.parts, self.spec.mixer
         source, weights = self.source("attn", int(x.shape[1]))
@@ -309,9 +311,9 @@ class _Halves:
         return self.add_product(x, "attn.o", source, [attended], "attn_post_norm"), self.room
 
     def add_branch(self, x: Tensor) -> Tensor:
-        """Emits x += the stored result of attention, in a layer whose attention and feed-forward both read
-        the old x, and returns x; other layers return x unchanged. It is called after the feed-forward has
-        read the old x.
+        """Emits x += the stored result of attention, after its bias, norm and scale if there are any, in a
+        layer whose attention and feed-forward both read the old x, and returns x; other layers return x
+        unchanged. It is called after the feed-forward has read the old x.
         """
         if not self.is_parallel:
             return x
@@ -319,7 +321,9 @@ class _Halves:
         return self.parts.add(self.spec, x, self.room["branch"], *extras)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Emits the feed-forward of the layer, x += mlp(norm(x)), in place, and returns x."""
+        """Emits the feed-forward of the layer, x += mlp(norm(x)), in place, and returns x. In a layer whose
+        attention and feed-forward both read the old x, it also adds the stored result of attention.
+        """
         spec = self.spec.feed_forward
         if isinstance(spec, Experts):
             return self._experts(x)

@@ -73,7 +73,7 @@ class Parts:
     machine: Target
     kv_cache: str = "auto"
     """How the KV cache stores keys and values: "auto" for the floating point type of the quantization scheme,
-    "int8" for 8-bit integers with scales."""
+    "int8" for 8-bit integers with scales. Latents are always stored as with "auto"."""
 
     @cached_property
     def isa(self) -> ISA:
@@ -138,8 +138,8 @@ class Parts:
         return self._normed_rows(config.embedding_norm, rows, norm_weights(weights, "embed_norm"))
 
     def add_positions(self, x: Tensor, positions: Tensor, table: Sequence[Tensor]) -> Tensor:
-        """Emits a copy of x float32 [n, hidden] plus the learned embeddings of positions int32 [n], and
-        returns it. table: the stored tensors of the position embeddings.
+        """Emits a copy of x float32 [n, hidden] plus the learned embeddings of positions int32 [n] + the
+        model's offset, and returns it. table: the stored tensors of the position embeddings.
         """
         config, storage = self.config, quant.scheme_for(self.scheme, "position.weight")
         lookup = embedding(self.isa, storage, config.learned_positions, config.hidden_size)
@@ -178,7 +178,8 @@ class Parts:
     def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Emits the kernel between the qkv product and attention: it adds biases to queries, keys and values,
         clips them, and normalizes and rotates queries and keys, each if the layer does so. Queries are
-        changed in place in qkv, keys and values are written to the KV cache. Returns (qkv, cache)."""
+        changed in place in qkv, keys and values are written to the KV cache. Returns (qkv, cache), both
+        changed in place."""
         heads, batch, extras = self.heads(spec), layer.batch, layer.weights
         bias = extras.get("attn.qkv.bias", ())
         head_norms = [norm_weights(extras, f"attn.{kind}_norm") for kind in "qk"]
@@ -237,10 +238,10 @@ class Parts:
         return _into(attention(kernel), [*tensors, batch.positions, *numbers], out)
 
     def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
-        """Returns the number of columns of the scratch tensor "pair" if attention can store its output for
-        prompts in this tensor, as tiles for AMX; 0 if it cannot. Later in the layer the tensor holds the
-        feed-forward's gate and up values. output: the matrix product that reads the tiles, attention's output
-        projection."""
+        """Returns the number of columns with which the scratch tensor "pair" is viewed if attention can store
+        its output for prompts in this tensor, as tiles for AMX; 0 if it cannot. Later in the layer the tensor
+        holds the feed-forward's gate and up values. output: the matrix product that reads the tiles,
+        attention's output projection."""
         columns = self.pair_columns(spec.feed_forward)
         able = (
             self.attending(spec.mixer).has_prompt_variant
@@ -256,7 +257,7 @@ class Parts:
 
     def pair_columns(self, spec: Dense | Experts) -> int:
         """Returns the number of columns of the result of a feed-forward's first product: the values of gate
-        and up, or of up only.
+        and up, or of up only; of one expert in a mixture of experts.
         """
         return spec.size if isinstance(spec, Dense) and not spec.gated else 2 * spec.size
 
@@ -286,8 +287,8 @@ class Parts:
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:
         """Returns an object with which the kernel of a matrix product computes the rows that it multiplies:
         act(gate) * up, from rows that hold the values of gate, then those of up. bias: stored tensors of the
-        bias of gate and up, empty if there is none; packed: True if the input already holds act(gate) * up,
-        packed in the tiles of AMX."""
+        bias of gate and up, empty if there is none; packed: True if the input for prompts already holds
+        act(gate) * up, packed in the tiles of AMX."""
         return Gated(self.gate(spec), _dtype(bias), packed)
 
     def activated(self, spec: Dense, bias: Sequence[Tensor], scalars: Sequence[Tensor]) -> Activated:
@@ -317,8 +318,8 @@ class Parts:
         return f"{why}: rows of prompts go through float32 before this product"
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
-        """Emits the logits of normalized rows x float32 [q, hidden], with bias, scale and soft cap, and
-        returns float32 [q, vocab].
+        """Emits the logits of normalized rows x float32 [q, hidden], with the model's bias, scale and soft
+        cap, in this order, and returns float32 [q, vocab].
         """
         config = self.config
         name = "embed.weight" if config.tie_embeddings else "lm_head.weight"

@@ -46,8 +46,9 @@ class Linker:
 
 
 def linker_identity(target: Target) -> str:
-    """Returns the name and version of the linker for a target as one text, for the cache key of libraries.
-    Raises SetupError if this machine has no linker for the target, or if the linker cannot be run."""
+    """Returns "name: version" of the linker for a target, for the cache key of libraries. The version is the
+    first line that the linker prints about it, "unknown" if it prints nothing. Raises SetupError if this
+    machine has no linker for the target, or if the linker cannot be run."""
     linker = _linker(target)
     return f"{linker.name}: {_version(linker.command)}"
 
@@ -56,8 +57,8 @@ def link(objects: Sequence[Path], out: Path, target: Target) -> None:
     """Links object files, all in one directory, to the file `out`: a shared library, or one object if the
     target's output is "object".
 
-    Raises SetupError if this machine has no linker for the target or it cannot be run, CompileError if
-    linking fails or if the library would need symbols that a serving process may not have.
+    Raises SetupError if this machine has no linker for the target or it cannot be run or takes more than 120
+    s, CompileError if linking fails or if a shared library for Linux would need symbols other than ALLOWED.
     """
     linker = _linker(target)
     where = objects[0].parent
@@ -142,7 +143,9 @@ def _candidates(target: Target) -> Iterator[Linker]:
 
 
 def programs(target: Target) -> tuple[str, ...]:
-    """Returns the names of all programs on PATH that mlcbuild tries as linkers for a target."""
+    """Returns the names of all programs that mlcbuild looks up on PATH as linkers for a target, best first;
+    clang only on a Mac.
+    """
     if target.system == "macos":
         return ("clang", "ld64.lld")
     if target.system == "windows":
@@ -175,7 +178,8 @@ def _zig() -> tuple[str, ...] | None:
 
 def _works(linker: Linker, target: Target) -> bool:
     """Returns True if a linker supports a target's processor. Only GNU ld is run to find out, since it is
-    built for some architectures only; the others are assumed to support it."""
+    built for some architectures only; the others are assumed to support it. Raises SetupError if it cannot be
+    run."""
     if linker.name != "ld":
         return True
     emulation = _GNU_EMULATION.get(target.architecture)

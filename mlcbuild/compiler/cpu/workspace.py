@@ -21,7 +21,7 @@ BLOCK = 4096
 that are returned.
 """
 STACK = 1024
-"""Maximum bytes of an array of constant size that TVM puts on the stack."""
+"""Number of bytes below which TVM puts an array of constant size on the stack."""
 
 
 def workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
@@ -37,7 +37,9 @@ def _size(shape: Iterable[int], dtype: str) -> int:
 
 def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
     """Returns the number of bytes of the intermediate buffers that TVM's memory planner has put into a
-    library's functions. For each size of a buffer, it counts the largest number of them in use at one time.
+    library's functions, as far as serving touches them: logits count for max_batch rows only, although those
+    of all rows of a prefill chunk are planned. For each size of a buffer, it counts the largest number of
+    them in use at one time.
 
     The runtime calls a function such as `step`; that calls `embed`, then `trunk`, which calls the layers one
     after the other, and each function has buffers of its own. mod: the library's module after memory
@@ -101,6 +103,7 @@ def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 
 def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
     """Returns the maximum number of bytes of scratch arrays that a kernel holds at one time, on one thread.
+    Each counts as a multiple of 4096, but small arrays of constant size, which lie on the stack, as 0.
     bounds: name of a symbolic dimension -> its largest value; other: the largest value of all other
     dimensions.
     """
@@ -131,8 +134,8 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
 
 
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:
-    """Returns the maximum number of bytes that an array of a kernel takes from the thread's memory pool;
-    small arrays of constant size lie on the stack and count as 0.
+    """Returns the maximum number of bytes that an array of a kernel takes from the thread's memory pool; a
+    multiple of 4096. Small arrays of constant size lie on the stack and count as 0.
     """
     bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
     bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))

@@ -21,8 +21,8 @@ Combine = Callable[[Expr, Expr], Expr]
 
 
 NAME = "mlcbuild.name"
-"""Name of the attribute that holds a kernel's base name in a library. A number is appended if several kernels
-have the same one.
+"""Name of the TensorIR attribute that holds a kernel's base name. Its name in a library is the base name,
+with a number appended if several kernels have the same one.
 """
 
 
@@ -59,7 +59,8 @@ class Kernel:
 @contextmanager
 def kernel(name: str, *, simplified: bool = True) -> Iterator[Kernel]:
     """Returns a context manager that yields a Kernel, inside which one TensorIR function is built. Its loops
-    are final: no later pass of TVM schedules it. simplified: False if TVM must not simplify its statements.
+    are final: no later pass of TVM schedules it. name: the function's name, which need not be unique in a
+    library; simplified: False if TVM must not simplify its statements.
     """
     attributes = {"tirx.noalias": True, "tirx.is_scheduled": True, vectors.UNSIMPLIFIED: int(not simplified)}
     building = Kernel()
@@ -81,7 +82,8 @@ def size_var(name: str) -> Var:
 
 def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> None:
     """Emits a loop over rows 0 .. rows - 1, on all cores if there are more than `serial_up_to` rows. emit:
-    function that emits the loop's body for a row.
+    function that emits the loop's body for a row, called twice: once for the loop on one core, once for the
+    parallel one.
 
     Waking the other cores takes several microseconds, longer than a few rows of a light kernel.
     """
@@ -93,15 +95,15 @@ def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> No
 
 
 def registers(count: int, lanes: int, dtype: str = "float32") -> list[Buffer]:
-    """Emits `count` arrays of `lanes` values that live in registers, and returns their buffers. Each must
-    take less than 1024 bytes, TVM's limit for the stack.
+    """Emits `count` arrays of `lanes` values that live in registers, and returns their buffers. Their values
+    are undefined. Each must take less than 1024 bytes, TVM's limit for the stack.
     """
     return [T.alloc_buffer((lanes,), dtype) for _ in range(count)]
 
 
 def scratch(shape: Sequence[int], dtype: str = "float32") -> Buffer:
-    """Emits the allocation of a scratch array and returns its buffer. A large one comes from the workspace
-    pool of the running thread, a small one lies on the stack.
+    """Emits the allocation of a scratch array and returns its buffer. One of 1024 bytes or more comes from
+    the workspace pool of the running thread, a smaller one lies on the stack. Its values are undefined.
     """
     return T.alloc_buffer(tuple(shape), dtype)
 
@@ -136,8 +138,8 @@ class Floats:
 
     @staticmethod
     def dividing(isa: ISA, extent: int) -> Floats:
-        """Returns a Floats, which emits operations on vectors, with the longest vectors whose length divides
-        `extent`, so that loops over `extent` values have no remainder.
+        """Returns a Floats, which emits operations on vectors, with the longest vectors, up to those of the
+        instruction set, whose length divides `extent`, so that loops over `extent` values have no remainder.
         """
         return Floats(isa, math.gcd(extent, isa.lanes))
 
@@ -223,7 +225,7 @@ class Floats:
 
     def exp(self, x: Expr) -> Expr:
         """Emits e^x for a vector and returns it, within 2 units in the last place; at least 1e-38, at most
-        2e38, never infinite.
+        2e38, never infinite: x is limited to -87 .. 88.
 
         x = n ln 2 + r with ln 2 in two parts (Cody and Waite, 1980); a polynomial in r; then n is added to
         the bits of the exponent.

@@ -29,9 +29,9 @@ class FormatKernel:
     """The functions by which CPU kernels read matrices of one stored format in one layout."""
 
     rows: Callable[[ISA, int, int], RowFormat] | None
-    """Function of (instruction set, rows, columns) that returns a RowFormat, which reads a matrix of the
-    format row by row for products in float32; None for the layout x16, tiles of 16 rows, which
-    int8_product.py reads.
+    """Function of (instruction set, number of rows, number of columns) that returns a RowFormat, which reads
+    a matrix of the format row by row for products in float32; None for the layout x16, tiles of 16 rows,
+    which int8_product.py reads.
     """
     copy_row: Callable[[TableRow], None] | None = None
     """Function that emits the copy of one row of an embedding table in this format, converted to float32.

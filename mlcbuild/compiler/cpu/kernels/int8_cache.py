@@ -52,9 +52,9 @@ def scales(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Exp
 
 def stored(floats: Floats, cache: tuple[Buffer, Place], at: Expr, factors: Expr | None) -> Expr:
     """Emits the load of `floats.lanes` consecutive numbers of the keys or values of one kv head in a KV cache
-    page, from index `at` on. Returns them as float32 multiplied by the vector `factors`, with one factor per
-    number; if `factors` is None, as a vector of their stored type. cache: (buffer of all pages, (layer, page,
-    0 for keys or 1 for values, kv head)).
+    page, from index `at` of the buffer's last dimension on. Returns them as float32 multiplied by the vector
+    `factors`, with one factor per number; if `factors` is None, as a vector of their stored type. cache:
+    (buffer of all pages, (layer, page, 0 for keys or 1 for values, kv head)).
     """
     pages, place = cache
     if factors is None:
@@ -70,8 +70,9 @@ def write(
     isa: ISA, heads: Heads, source: tuple[Buffer, Expr, Expr], pages: Buffer, slot: tuple[Place, Expr]
 ) -> None:
     """Emits code that quantizes a token's key or value of one head and writes it, with its scale, to the int8
-    KV cache. source: (buffer of queries, keys and values, row of the token, first column of the head); slot:
-    ((layer, page, 0 for keys or 1 for values, kv head), index of the token in the page).
+    KV cache. A vector with a NaN is stored as zeros with the scale NaN. source: (buffer of queries, keys and
+    values, row of the token, first column of the head); slot: ((layer, page, 0 for keys or 1 for values, kv
+    head), index of the token in the page).
     """
     (qkv, row, start), (place, offset) = source, slot
     floats = Floats.dividing(isa, heads.dim)

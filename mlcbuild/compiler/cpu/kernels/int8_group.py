@@ -25,10 +25,10 @@ class Column:
     """
 
     operands: list[list[Expr]]
-    """The int32 vectors of weights that dot-product instructions multiply: a list for each quad (four
-    consecutive columns) of a group of 32, with a lane for each weight row. For an instruction that multiplies
-    two rows of x at a time, two vectors for each two quads instead: eight columns of weight rows 0 and 1,
-    then of rows 2 and 3.
+    """The int32 vectors of weights that dot-product instructions multiply: a list of one or two for each quad
+    (four consecutive columns) of a group of 32, with a lane for each weight row; two hold columns 0 and 2,
+    then 1 and 3, as int16. For an instruction that multiplies two rows of x at a time, each two quads have
+    two lists of one vector instead: eight columns of weight rows 0 and 1, then of rows 2 and 3.
     """
     scales: list[Expr]
     """float32 vectors with the scales of a group of 32 columns, one lane for each weight row: two vectors if
@@ -47,8 +47,8 @@ class ActivationRows:
     matrix: TiledMatrix
     records: Buffer
     """The quantized rows of x, int32 [rows, stride]. A row holds, for each group of 32 values, first their
-    packed int8 codes, then in int32 words their scale, a correction for unsigned weight codes and, if weights
-    have minima, sums of activations.
+    packed codes, then one int32 each for their scale and, for each scale of the weights, a correction for
+    unsigned weight codes and, if weights have minima, the sum of the activations.
     """
     rows: Sequence[Expr]
     """Indices of the rows of activations to multiply, in the buffer that holds activations quantized to
@@ -65,7 +65,8 @@ def add_group(
     x: ActivationRows, group: Expr, columns: Sequence[Column], acc: Sequence[Sequence[Register]]
 ) -> None:
     """Emits acc[i][c] += the product, over the 32 columns of group `group`, of the i-th row of x with the
-    weights columns[c], for each i and c. acc: float32 vectors with a lane for each weight row.
+    weights columns[c], for each i and c. acc: [row of x][item of `columns`], float32 vectors with a lane for
+    each weight row.
     """
     isa, form, records = x.matrix.isa, x.matrix.records, x.records
     products = _pair_products if paired(x.matrix, len(x.rows)) else _quad_products

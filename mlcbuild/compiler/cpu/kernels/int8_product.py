@@ -51,9 +51,10 @@ products need it, and memory is never idle. When it was set, this prefetch made 
 TinyLlama's shape 8 % faster (`ci/bench/cpu`, one thread). On a core of Zen 5, distances of 4 KiB and 16 KiB
 take the same time within 4 % (`ci/bench/constants`)."""
 STREAMED_BATCHES = 6
-"""Maximum number of batches of rows of x for which weights are not unpacked into a buffer first. With AVX2 on
-a core of Zen 5, unpacking takes up to 43 % longer for 8 rows (2 batches), and between 15 % less and 7 %
-longer for 24 (`ci/bench/constants --isa avx2`).
+"""Maximum number of batches of rows of x for which weights are not unpacked into a buffer first, on
+instruction sets with few registers; others never unpack them. With AVX2 on a core of Zen 5, unpacking takes
+up to 43 % longer for 8 rows (2 batches), and between 15 % less and 7 % longer for 24 (`ci/bench/constants
+--isa avx2`).
 """
 FEW, FEW_FIXED = 32, 92
 """Number of rows of x up to which a fixed percentage of the tiles (FEW_FIXED) is assigned to cores
@@ -68,11 +69,13 @@ class Int8Call:
 
     matrix: TiledMatrix
     weights: tuple[Buffer, ...]
-    """The tensors that store the weight matrix, in the order in which its format lists them."""
+    """The tensors that store the weight matrix, in the order in which its format lists them: codes, scales,
+    and minima if it has them; two-level scales and minima are two tensors each.
+    """
     output: Stores
     ready: Callable[[Expr], tuple[Buffer, Expr]]
-    """Function that emits the code which computes one row of x, and returns (buffer that holds it as float32,
-    index of its row there).
+    """Function of the index of a row of x that emits the code which computes this row, and returns (buffer
+    that holds it as float32, index of its row there).
     """
     records: Buffer
     m: Expr
@@ -86,9 +89,9 @@ class Int8Call:
 
     def operands(self, tile: Expr, group: Expr, vector: int, paired: bool) -> list[list[Expr]]:
         """Emits loads of weights in a group of 32 columns, and returns for each quad (four consecutive
-        columns) the int32 vectors that dot-product instructions multiply, with a lane for each weight row.
-        vector: index of the vector of rows among those that cover a tile's 16 rows; paired: True for products
-        of two rows of x at a time.
+        columns) the int32 vectors that dot-product instructions multiply, as a Column holds them. vector:
+        index of the vector of rows among those that cover a tile's 16 rows; paired: True for products of two
+        rows of x at a time.
         """
         form = self.matrix.dot
         count = QUADS // form.fields
@@ -135,7 +138,7 @@ class Int8Call:
 def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
     """Returns the kernel that computes x @ W.T for x [m, k] and one stored matrix W [n, k]. Its arguments are
     the tensors from which the fused prologue computes rows of x, the tensors that store W, bias float32 [n]
-    if one is fused, and out float32 [m, n].
+    if one is fused, and out float32 [m, n], to which results are added if the fusion has `residual`.
 
     With AMX there is also an int64 argument `prompt` before `out`. If it is not 0, all rows are computed with
     tile registers in bfloat16, without quantizing x, however few they are; if the fusion has a gate, `out`
@@ -278,8 +281,7 @@ def stream_tile(
     registers.
 
     rows: indices of the rows of x, which must be in call.records already; places: the output rows, ascending,
-    by default `rows`; a row that repeats the one before it is not stored.
-    """
+    by default `rows`; a row that repeats the one before it is not stored."""
     places = rows if places is None else places
     matrix, isa = call.matrix, call.isa
     acc = _sums(call, rows, matrix.vectors)
@@ -301,8 +303,7 @@ def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Regis
     """Emits the float32 accumulators for products of rows of x with weight rows, and returns them as
     [row][vector]. They start at 0, or at NaN for a row of x that power-of-two scales cannot represent, such
     as one with a NaN. rows: indices of the rows of x; vectors: number of vectors, each with one weight row
-    per lane.
-    """
+    per lane."""
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
     return [[register(start, lanes) for _ in range(vectors)] for start in starts]
@@ -322,9 +323,9 @@ class _Scratch:
 
 def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
     """Emits code that unpacks one block of weight tiles (16 rows each) into scratch buffers, multiplies it by
-    all rows of x, and stores the sums in `call.output`. block: index of the block; shape: size of a register
-    tile, (rows of x, vectors, each with one weight row per lane).
-    """
+    all rows of x, and stores the sums in `call.output`, where those of later parts of the columns are added
+    to the first ones. block: index of the block; shape: size of a register tile, (rows of x, vectors, each
+    with one weight row per lane)."""
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE_ROWS
     operands = T.alloc_buffer((matrix.block_groups, QUADS * matrix.dot.parts, wide), "int32")
@@ -369,9 +370,9 @@ def _tile_product(
     call: Int8Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
 ) -> list[list[Register]]:
     """Emits the products of some rows of x with rows of an unpacked block of weights, over the columns that
-    are unpacked in `scratch`, and returns the float32 accumulators as [row][vector]. A vector covers as many
-    weight rows as a register has int32 lanes. vectors: indices of the vectors in the block.
-    """
+    are unpacked in `scratch`, and returns the float32 accumulators, sums over these columns only, as
+    [row][vector]. A vector covers as many weight rows as a register has int32 lanes. vectors: indices of the
+    vectors in the block."""
     isa = call.isa
     acc = _sums(call, rows, len(vectors))
     count = call.matrix.dot.parts

@@ -59,7 +59,7 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """Returns the number of query heads that share one key and value head."""
+        """Returns the number of query heads that share one KV head."""
         return self.query // self.kv
 
     @property
@@ -74,7 +74,7 @@ class Heads:
 
     @property
     def page_bytes(self) -> int:
-        """Returns the number of bytes of one page of the KV cache, over all layers."""
+        """Returns the number of bytes of one page of the KV cache, over all layers, scales included."""
         return self.layers * self.kinds * self.kv * self._page_columns * self.item_bytes
 
     @property

@@ -169,8 +169,8 @@ def _rotate(
     source: tuple[Buffer, Expr, Expr],
     target: tuple[Buffer, Expr, Expr],
 ) -> None:
-    """Emits the rotary embedding of rope_dim values of one token. source, target: (buffer, row, first column)
-    of the values before and after.
+    """Emits the rotary embedding of rope_dim values of one token, in pairs (i, i + rope_dim / 2). source,
+    target: (buffer, row, first column) of the values before and after.
     """
     half = form.spec.rope_dim // 2
     floats = Floats.dividing(form.isa, half)

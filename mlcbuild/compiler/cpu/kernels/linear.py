@@ -33,7 +33,7 @@ class Linear:
     @property
     def name(self) -> str:
         """Returns a name such as w4a8.avx512vnni: the name of the kernel that computes this matrix product, a
-        dot, and the name of its instruction set.
+        dot, and the name of its instruction set. Raises CompileError if there is no kernel for W's format.
         """
         rows = row_format(self)
         return f"{rows.name if rows else tiles(self).name}.{self.isa.name}"
@@ -51,7 +51,7 @@ class Linear:
     def has_prompt_variant(self) -> bool:
         """Returns True if the kernel of this matrix product has a variant for prompt rows, which rounds
         differently. The caller chooses the variant: if the number of rows did, a result would depend on other
-        rows in the batch.
+        rows in the batch. Raises CompileError if the target has AMX and there is no kernel for W's format.
         """
         return self.isa.amx and row_format(self) is None and self.scheme.definition.blocks is None
 
@@ -73,10 +73,10 @@ class Linear:
         prompt: relax.Expr,
     ) -> Tensor:
         """Emits the matrix product x @ W.T into `out`, an existing float32 [m, n], and returns `out`. fusion:
-        what the same kernel computes before the product (rows of x) and after it (bias, addition); inputs:
-        the tensors from which rows of x are computed; weights: W's tensors in stored order; prompt: an int64,
-        not 0 for prompt rows, ignored if the kernel has no variant for prompts. Raises CompileError if there
-        is no kernel for W's format."""
+        what the same kernel computes before the product (rows of x) and after it (bias, addition to `out`,
+        gate); inputs: the tensors from which rows of x are computed; weights: W's tensors in stored order;
+        prompt: an int64, not 0 for prompt rows, ignored if the kernel has no variant for prompts. Raises
+        CompileError if there is no kernel for W's format."""
         function = kernel(self, fusion)
         arguments = [*inputs, *weights, *([prompt] if self.has_prompt_variant else []), out]
         shape = Tensor.placeholder(out.shape, "float32")

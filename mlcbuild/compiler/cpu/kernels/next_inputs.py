@@ -20,7 +20,8 @@ STEPS_DONE, PAUSE_AFTER, STEP_LIMIT = map(STATE_COLUMNS.index, ("steps_done", "p
 FIXED = ("tokens", "page_indptr", "page_table", "random_numbers", "stops_at_eos", "eos_tokens", "interrupt")
 CHANGED = ("positions", "slots", "kv_lengths", "sampling_params", "sampled_tokens", "state", "continues")
 """Names of the buffers that the library function `step_on` passes to the kernel that prepares the next decode
-step, and that this kernel changes in place, in the order of its arguments.
+step, and that this kernel changes in place, in the order of its arguments; those in FIXED, which it only
+reads, come before them.
 """
 
 
@@ -40,7 +41,8 @@ def follow() -> PrimFunc:
     `random_numbers`. No step follows, for any sequence, if one sampled token is negative, or is one of
     `eos_tokens` in a sequence with `stops_at_eos`, or after the maximum number of steps; then only
     sampled_tokens, state and continues change. `continues` is True if the next step must follow in the same
-    call: it need not when the loop pauses, or when any thread has set `interrupt`.
+    call; False if none follows, when the loop pauses, or when any thread has set `interrupt`. In the last two
+    cases the next step's arguments are in place.
     """
     with kernel("follow") as building:
         n, many = size_var("n"), size_var("k")

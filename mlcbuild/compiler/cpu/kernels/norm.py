@@ -26,7 +26,9 @@ Weights = tuple[Buffer | None, Buffer | None]
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over `size` values for CPU kernels: RMSNorm, or LayerNorm if `centered`."""
+    """A norm over `size` values for CPU kernels: RMSNorm, or LayerNorm if `centered`. `eps` is added to the
+    mean square, `offset` to each weight.
+    """
 
     isa: ISA
     size: int
@@ -88,9 +90,10 @@ class Norm:
 
     def row(self, read: Read, weights: Weights, write: Write, first: Expr | int = 0) -> None:
         """Emits the norm of one row of values, RMSNorm or LayerNorm. read: function from an index to the
-        vector of values that starts there; weights: buffers of weights and biases, None for a missing one,
-        where `offset` is added to weights before they are multiplied; write: function of (index, vector) that
-        stores the vector there; first: index of the row's first weight and bias.
+        vector of values that starts there, called for each pass over the row; weights: buffers of weights and
+        biases, None for a missing one, where `offset` is added to weights before they are multiplied; write:
+        function of (index, vector) that stores the vector there; first: index of the row's first weight and
+        bias.
         """
         floats = self.floats
         if self.centered:

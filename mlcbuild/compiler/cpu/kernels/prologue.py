@@ -22,11 +22,12 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument
 from mlcbuild.models import Activation
 
 SERIAL_BYTES = 48 << 10
-"""Maximum bytes of a matrix that one core multiplies alone if x has one row: waking others costs more.
+"""Number of bytes below which one core multiplies a matrix alone if x has one row: waking others costs more.
 `ci/bench/kernels --threads 2` prints what waking costs."""
 SERIAL_ROWS = 4
-"""Maximum number of rows of x that are packed or quantized on one core, since waking the other cores would
-take longer; `ci/bench/kernels --threads 2` prints how long waking takes.
+"""Maximum number of rows of x that one core packs for products in float32 alone, or multiplies alone with an
+unquantized matrix such as a router's, since waking the other cores would take longer; `ci/bench/kernels
+--threads 2` prints how long waking takes.
 """
 
 
@@ -37,8 +38,8 @@ class RowSource(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Returns True if the input of a matrix product needs no packing: the first tensor from which it is
-        read already holds its rows as tiles for AMX.
+        """Returns True if the input of a matrix product needs no packing for prompts: the first tensor from
+        which it is read then holds all rows as tiles for AMX. The method `row` reads other rows.
         """
         ...
 
@@ -65,8 +66,9 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """The input of a matrix product that is read as it is: x, float32 [m, k]. If `columns` is not 0, x lies
-    at the start of a tensor with this number of columns, packed for AMX.
+    """The input of a matrix product that is read as it is: x, float32 [m, k]. If `columns` is not 0, the
+    tensor has this number of columns: the first k of each row are x or, for prompts, its start holds all of x
+    packed for AMX.
     """
 
     columns: int = 0
@@ -132,8 +134,8 @@ class Gated:
     is none.
     """
     packed: bool = False
-    """True if the tensor from which rows are read, [m, 2 * k], no longer holds gates and ups but already
-    act(gate) * up, packed as AMX tiles by the product that computed gates and ups.
+    """True if the tensor from which rows are read, [m, 2 * k], for prompts no longer holds gates and ups but
+    already act(gate) * up, packed as AMX tiles by the product that computed gates and ups.
     """
 
     @property
@@ -220,13 +222,14 @@ class Fusion:
     """True if the results of the product are added to the values that the output already holds."""
     gate: Gate | None = None
     """The activation that turns results, pairs of gate and up, into act(gate) * up; None for other products.
-    AMX kernels then write the gated values, packed for the next product; other kernels write the results
-    unchanged.
+    For prompts, AMX kernels then write the gated values, packed for the next product; in all other cases the
+    results are written unchanged.
     """
 
     def named(self, product: str) -> str:
         """Returns the name of the kernel that computes a matrix product together with this prologue and
-        epilogue. product: the kernel's name without them.
+        epilogue. product: the kernel's name without them. It stands after the prologue's, and before _bias,
+        _add and the gate's activation.
         """
         gate = f"_{self.gate.activation}" if self.gate else ""
         return self.source.name + product + "_bias" * self.bias + "_add" * self.residual + gate

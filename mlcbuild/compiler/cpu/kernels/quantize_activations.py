@@ -137,8 +137,8 @@ class Records:
 
     def scaled(self, records: Buffer, row: Expr, group: Expr, scales: Expr) -> Expr:
         """Returns the vector `scales`, float32 scales of weights, multiplied by the scale of a row's
-        activations in the same group. No element of `scales` may be 0, because power-of-two scales of
-        activations are added to exponents.
+        activations in the same group. With power-of-two scales of activations, which are added to exponents,
+        no element of `scales` may be 0.
         """
         lanes, stored = self.isa.lanes, records[row, self.place(group, 0)]
         if not self.powers:

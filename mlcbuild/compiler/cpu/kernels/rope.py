@@ -64,7 +64,7 @@ class Append:
     isa: ISA
     heads: Heads
     rope_dim: int
-    """Number of rotated dimensions of a head; 0: nothing is rotated."""
+    """Number of leading dimensions of a head that are rotated; 0: nothing is rotated."""
     bias: str | None
     """Stored type of the bias of query, key and value; None: there is none."""
     norms: tuple[Norm, Norm] | None
@@ -114,7 +114,7 @@ def rope_append(spec: Append) -> PrimFunc:
     """Returns the kernel that adds the bias to queries, keys and values, then normalizes, clips and rotates
     queries and keys (or normalizes them last, with norm_last), and clips values, as far as the model has
     these parts. Queries are changed in place in qkv; keys and values are written to the KV cache, and their
-    columns of qkv are overwritten.
+    columns of qkv are undefined afterwards.
 
     Its arguments are: angles float32 [n, rope_dim]? (cosines, then sines; with query_scale one more column,
     the scale of queries), slots int32 [n] (a token's index in the cache: page * 16 + index in the page),
@@ -204,7 +204,7 @@ def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: E
 
 def _normalize_all(spec: Append, token: _Row) -> None:
     """Emits code that adds biases to a token's queries and keys, applies one norm over all query heads and
-    one over all key heads, and clips the results.
+    one over all key heads, and clips the results; biases and clipping are left out if the model has none.
     """
     assert spec.norms is not None
     for kind, norm in enumerate(spec.norms):

@@ -1,8 +1,8 @@
 """Emits the kernel that chooses experts in a mixture-of-experts layer, from the router's logits.
 
-The choices of a row with c experts are 2 * c float32 values: the numbers of the experts, ascending, then
-their weights. A float32 represents numbers of experts exactly. Results are added in this order, so that a sum
-depends only on its own row. Of equal scores the lowest number is chosen.
+The choices of a row for which c experts are chosen are 2 * c float32 values: the numbers of the experts,
+ascending, then their weights. A float32 represents numbers of experts exactly. Results are added in this
+order, so that a sum depends only on its own row. Of equal scores the lowest number is chosen.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ may all be 0.
 def route(isa: ISA, spec: Experts) -> PrimFunc:
     """Returns the kernel (logits float32 [n, experts], bias [experts]?, correction [experts]?, choices
     float32 [n, 2 * chosen] out) that chooses experts for each row. The bias is added to logits, a correction
-    to scores for choosing only. It overwrites logits and writes, for each row, the chosen experts' numbers,
-    ascending, then their weights in the same order. A question mark means: if the router has it."""
+    to scores for choosing only. It may overwrite logits, and writes, for each row, the chosen experts'
+    numbers, ascending, then their weights in the same order. A question mark means: if the router has it."""
     router = spec.router
     with kernel(f"route_{router.scores}") as built:
         rows = size_var("n")
@@ -76,11 +76,11 @@ class _Picks:
         self.picked = picked
 
     def scored(self, logits: Buffer, row: Expr, correction: Buffer | None) -> None:
-        """Emits code that chooses the experts with the largest scores, sigmoid or softmax of the logits, and
-        writes to self.picked, float32 [2 * chosen], the numbers of the chosen experts, then their weights:
-        the scores, divided by their sum if the router normalizes, times its scale. Scores overwrite the
-        logits. row: index of the row of logits; correction: float32 [experts] that is added to scores for
-        choosing only, or None.
+        """Emits code that chooses the experts with the largest scores, sigmoid or softmax of the logits, only
+        from the best groups if the router has groups, and writes to self.picked, float32 [2 * chosen], the
+        numbers of the chosen experts, then their weights: the scores, divided by their sum if the router
+        normalizes, times its scale. Scores overwrite the logits. row: index of the row of logits; correction:
+        float32 [experts] that is added to scores for choosing only, or None.
         """
         spec, router = self.spec, self.spec.router
         self._score(logits, row)

@@ -34,9 +34,9 @@ def sample(isa: ISA) -> PrimFunc:
     a logit from the row's largest one (-inf: no limit), top_p, top_k (0: no limit), and a random number from
     0 to 1.
 
-    It writes NO_TOKEN for a row whose inverse temperature is negative, INVALID_TOKEN if a logit is NaN or the
-    largest one is infinite. top_k and top_p keep all tokens that are as likely as the least likely one that
-    they must keep.
+    It writes NO_TOKEN (-2) for a row whose inverse temperature is negative or NaN, INVALID_TOKEN (-1) if a
+    logit is NaN or the largest one is infinite. top_k and top_p keep all tokens that are as likely as the
+    least likely one that they must keep.
     """
     with kernel("sample") as function:
         rows, width = size_var("q"), size_var("v")

@@ -65,7 +65,7 @@ class _Bounds:
 def set_filters(row: Row, most: Expr, least: Register) -> None:
     """Emits code that applies top_k, top_p and min_p to a row: it writes the smallest logit that may be
     sampled to the register `least`, and the sum of weights of the allowed tokens of each block to the row's
-    buffer of sums. most: the row's largest logit.
+    buffer of sums. most: the row's largest logit. 1 / temperature of the row must be greater than 0.
     """
     room = T.alloc_buffer((T.bind(row.blocks * BLOCK),), "float32")
     floor = T.Cast("float32", T.Cast("float64", most) + row.parameter("logit_drop"))

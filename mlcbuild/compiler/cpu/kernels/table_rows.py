@@ -60,7 +60,8 @@ def copy_plain(lookup: TableRow) -> None:
 
 def copy_grouped_row(lookup: TableRow) -> None:
     """Emits code that dequantizes one row of an embedding table, 4- or 8-bit codes and their scales stored
-    row by row, into a row of the float32 output. Each uint32 word of 8 or 4 codes becomes one vector.
+    row by row, into a row of the float32 output: (code - offset) * scale with offset 7 or 127. Each uint32
+    word of 8 or 4 codes becomes one vector.
     """
     words, scales = lookup.weights
     bits = lookup.bits

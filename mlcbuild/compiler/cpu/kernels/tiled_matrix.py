@@ -56,7 +56,9 @@ class TiledMatrix:
 
     def arguments(self, count: int) -> tuple[Buffer, ...]:
         """Declares the kernel's arguments for the tensors that store `count` matrices [n, k], one after the
-        other, in tiles of 16 rows and groups of 32 columns (layout x16), and returns their buffers.
+        other, in tiles of 16 rows and groups of 32 columns (layout x16), and returns their buffers: codes,
+        scales, and minima if the format has them. Two-level scales and minima have two buffers each: integers
+        of the groups, then a float16 for 256 weights of a row.
         """
         tensors = ((item, item.shape(self.n, self.k)) for item in self.scheme.definition.tensors)
         return tuple(
@@ -65,15 +67,17 @@ class TiledMatrix:
 
     def scales(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
         """Emits loads of the quantization scales of one vector of weight rows for one half of a group of 32
-        columns, and returns them as a float32 vector with a lane for each row. place: (index of the stored
-        tile of 16 rows, group, index of the vector of rows in the tile); half: 0 or 1.
+        columns, and returns them as a float32 vector with a lane for each row. weights: the buffers that
+        `arguments` returned; place: (index of the stored tile of 16 rows, group, index of the vector of rows
+        in the tile); half: 0 or 1; 0 if the group has one scale.
         """
         return self._numbers(weights[1:], place, half, "int8")
 
     def minima(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
         """Emits loads of the quantization minima of one vector of weight rows for one half of a group of 32
-        columns, and returns them as a float32 vector with a lane for each row. place: (index of the stored
-        tile of 16 rows, group, index of the vector of rows in the tile); half: 0 or 1.
+        columns, and returns them as a float32 vector with a lane for each row. The format must have minima.
+        weights: the buffers that `arguments` returned; place: (index of the stored tile of 16 rows, group,
+        index of the vector of rows in the tile); half: 0 or 1; 0 if the group has one minimum.
         """
         first = len(weights) // 2 + 1
         return self._numbers(weights[first:], place, half, "uint8")
@@ -90,8 +94,8 @@ class TiledMatrix:
     ) -> tuple[list[Expr], list[Expr]]:
         """Emits loads of the scales and minima of one weight row in one group of 32 columns, and returns
         (scales, minima). Each list has two float32 values if the halves of the group have separate scales,
-        else one; minima is [] for weights without minima. place: (index of the stored tile, group, row of the
-        tile).
+        else one; minima is [] for weights without minima. weights: the buffers that `arguments` returned;
+        place: (index of the stored tile, group, row of the tile).
         """
         halves, first = range(self.records.halves), len(weights) // 2 + 1
         minima = halves if self.records.sums else range(0)
@@ -150,7 +154,7 @@ class TiledMatrix:
     @property
     def block_tiles(self) -> int:
         """Returns the number of tiles, of 16 weight rows each, that are unpacked into a scratch buffer at a
-        time.
+        time; 1 on instruction sets whose products do not unpack blocks.
         """
         return max(1, self.isa.dot_tile[1] // self.vectors) if self.isa.dot_tile else 1
 

@@ -111,7 +111,7 @@ def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int
 
     Without a conversion instruction, the bits of a float16 are moved to a float32's position, and a
     multiplication corrects the exponent. This is exact for zeros, subnormal and normal numbers; infinities
-    become large.
+    and NaN become finite numbers of 65536 and more.
     """
     value = buffer[(*indices[:-1], span(indices[-1], lanes))]
     if buffer.ty.dtype == "float32":
@@ -150,8 +150,8 @@ def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
 
 def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], Expr] = operator.add) -> Expr:
     """Returns one vector whose lane i is the sum of all elements of vectors[i], or another reduction by the
-    function `join`. The number of vectors is a power of two. Halves of two vectors are combined in one
-    operation, which takes fewer operations than one reduction per vector.
+    function `join`. `lanes`, the length of the vectors, and their number are powers of two. Halves of two
+    vectors are combined in one operation, which takes fewer operations than one reduction per vector.
     """
     room = lanes
     current = list(vectors)
@@ -189,8 +189,8 @@ def odd_lines(values: int) -> int:
 
 
 def moved(bits: Expr, shift: int, lanes: int) -> Expr:
-    """Returns a vector of int32 lanes shifted right by `shift` bits, or left by -`shift` bits if it is
-    negative.
+    """Returns a vector of int32 lanes shifted right by `shift` bits, with copies of the sign bit, or left by
+    -`shift` bits if it is negative.
     """
     if shift == 0:
         return bits
