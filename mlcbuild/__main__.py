@@ -1,5 +1,6 @@
-"""Starts mlcbuild. If a receipt shows that nothing has changed since an earlier run, the program ends at
-once; otherwise it runs the command line.
+"""Starts mlcbuild. If the command is `run`, and the receipt of an earlier run (a file that lists all that the
+run depended on) shows that nothing has changed, the program prints the report of a run without work and exits
+with code 0; otherwise it runs the command line.
 """
 
 from __future__ import annotations

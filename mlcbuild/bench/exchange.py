@@ -20,14 +20,15 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import MlcbuildError, UsageError
 
 LONGEST_HEAD = 1 << 16
-"""Maximum size in bytes of the status line and headers of an HTTP response; longer ones are refused."""
+"""Maximum size in bytes of the status line and headers of an HTTP response; longer ones raise
+ExchangeError."""
 LARGEST_BODY = 64 << 20
-"""Maximum size in bytes of the body of an HTTP response; longer ones are refused."""
+"""Maximum size in bytes of the body of an HTTP response; longer ones raise ExchangeError."""
 
 
 class ExchangeError(MlcbuildError):
-    """The error for an HTTP exchange with the measured server that failed. `kind` is one word, such as
-    "connect", under which a load test counts such errors.
+    """The error for an HTTP exchange with the measured server that failed. `kind` is the word under which a
+    load test counts such errors: "connect", "cut" (the answer ended early) or "malformed".
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -43,13 +44,14 @@ class Server:
     port: int
     tls: bool
     path: str
-    """The path in the URL of an OpenAI-compatible server, before /v1; "" if there is none."""
+    """The path in the URL of an OpenAI-compatible server, before /v1, such as "/api"; "" if there is none."""
     key: str | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, url: str, key: str | None = None) -> Server:
-        """Returns the address of a server from a URL http://HOST[:PORT][/PATH][/v1], or one with https. key:
-        the API key to send, or None. Raises UsageError for any other text, and for a key with unprintable
+        """Returns the address of a server from a URL http://HOST[:PORT][/PATH][/v1], or one with https.
+        Without a port it is 80, or 443 for https; a user name, a query and a fragment are ignored. key: the
+        API key to send, or None. Raises UsageError for any other text, and for a key with unprintable
         characters.
         """
         try:
@@ -71,8 +73,9 @@ class Server:
         return f"{host}:{self.port}"
 
     def head(self, path: str, body: bytes | None) -> bytes:
-        """Returns the request line and headers of an HTTP request as bytes. path: the endpoint, such as
-        /v1/models; body: the body of a POST, or None for GET.
+        """Returns the request line and headers of an HTTP request, up to the blank line, as bytes. path: the
+        endpoint, such as /v1/models, which follows the server's own path; body: the body of a POST, or None
+        for GET.
         """
         lines = [
             f"{'GET' if body is None else 'POST'} {self.path}{path} HTTP/1.1",
@@ -93,7 +96,7 @@ class TimedReply:
 
     status: int
     pieces: tuple[tuple[float, bytes], ...]
-    """Pieces of the answer's body in order, as (seconds of time.perf_counter, bytes)."""
+    """Pieces of the answer's body in order, as (arrival time in seconds of time.perf_counter, bytes)."""
 
     @property
     def body(self) -> bytes:
@@ -101,7 +104,8 @@ class TimedReply:
 
     def events(self) -> Iterator[tuple[float, bytes]]:
         """Yields each server-sent event of an HTTP answer as (arrival time of the event's last byte, its
-        data).
+        data: the texts after `data:`, joined by newlines). Other fields are ignored, and so is a last event
+        without the blank line that ends it.
         """
         left, data = b"", list[bytes]()
         for moment, piece in self.pieces:
@@ -117,8 +121,8 @@ class TimedReply:
 
 async def exchange(server: Server, path: str, document: Mapping[str, Json] | None = None) -> TimedReply:
     """Sends one HTTP request, a POST with a JSON document or a GET if the document is None, and returns the
-    complete answer, whatever its status. Raises ExchangeError if the server cannot be reached, or its answer
-    is incomplete, too large or not HTTP/1.1.
+    complete answer, whatever its status, for which it waits without limit. Raises ExchangeError if the server
+    cannot be reached, or its answer is incomplete, too large or not HTTP/1.1.
     """
     async with answering(server, path, document) as (status, pieces):
         return TimedReply(status, tuple([piece async for piece in pieces]))
@@ -129,10 +133,11 @@ async def answering(
     server: Server, path: str, document: Mapping[str, Json] | None = None
 ) -> AsyncIterator[tuple[int, AsyncIterator[tuple[float, bytes]]]]:
     """Sends an HTTP request, and returns an asynchronous context that yields (status, iterator of the body's
-    pieces with their arrival times). Leaving the context early closes the connection.
+    pieces with their arrival times). Leaving the context, also early, closes the connection.
 
     Raises ExchangeError if the server cannot be reached, or its answer is incomplete, too large or not
-    HTTP/1.1; while the body is read, too.
+    HTTP/1.1; while the body is read, too. An OSError or a ValueError that the caller's code in the context
+    raises becomes an ExchangeError as well.
     """
     body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
     context = ssl.create_default_context() if server.tls else None
@@ -159,8 +164,9 @@ async def answering(
 
 
 def _parse(head: bytes) -> tuple[int, dict[str, str]]:
-    """Returns (status, headers) of an HTTP response. head: its bytes before the body. Raises ValueError if
-    they are not those of a response.
+    """Returns (status, headers) of an HTTP response; headers are name -> value, both in lower case, of
+    repeated ones the last. head: its bytes before the body. Raises ValueError if they are not those of a
+    response.
     """
     first, *lines = head.decode("latin-1").split("\r\n")
     version, status, *_ = first.split(" ", 2)
@@ -173,9 +179,10 @@ def _parse(head: bytes) -> tuple[int, dict[str, str]]:
 async def _pieces(
     reader: asyncio.StreamReader, headers: Mapping[str, str]
 ) -> AsyncGenerator[tuple[float, bytes], None]:
-    """Yields the body of an HTTP response piece by piece, each with its arrival time. Raises
+    """Yields the body of an HTTP response piece by piece, as (arrival time in seconds of time.perf_counter,
+    bytes). Without a length in `headers`, the body lasts until the server closes the connection. Raises
     asyncio.IncompleteReadError when the body ends early, ExchangeError when it is too large, and ValueError
-    for a chunk without a size.
+    for a length or a chunk size that is no number.
     """
     came = 0
     if headers.get("transfer-encoding") == "chunked":

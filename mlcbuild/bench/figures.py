@@ -38,10 +38,11 @@ class Sample:
     the request was due, was sent and ended.
     """
     prompt_tokens: int | None = None
-    """Number of tokens of the request's prompt; None if the server does not report it."""
+    """Number of tokens of the request's prompt; None if no report of the server has arrived."""
     answer_tokens: int | None = None
     error: str | None = None
-    """One word for the kind of error, under which errors are counted; None for a request that succeeded."""
+    """The kind of error, under which errors are counted, such as "timeout" or "http 503"; None for a request
+    that succeeded."""
     message: str = ""
 
     @property
@@ -52,7 +53,8 @@ class Sample:
         return len(self.texts) if self.answer_tokens is None else self.answer_tokens
 
     def values(self) -> dict[str, float]:
-        """Returns metric (ttft, tpot, e2e) -> seconds, for each latency metric that one request has."""
+        """Returns metric -> seconds for one request: e2e, ttft if text has arrived, and tpot if the answer
+        has several tokens that did not all arrive together."""
         seconds = {"e2e": self.end - self.due}
         if self.texts:
             seconds["ttft"] = self.texts[0] - self.due
@@ -61,8 +63,8 @@ class Sample:
         return seconds
 
     def gaps(self) -> list[float]:
-        """Returns the seconds between each arrival of text and the next one. Pieces of text that arrive
-        together count as one arrival."""
+        """Returns the seconds between each arrival of text and the next one, in order; [] for less than two.
+        Pieces of text that arrive together count as one arrival."""
         return [late - soon for soon, late in pairwise(dict.fromkeys(self.texts))]
 
     def meets(self, slo: Mapping[str, float]) -> bool:
@@ -73,7 +75,8 @@ class Sample:
 def sample(due: float, sent: float, end: float, reply: TimedReply) -> Sample:
     """Returns the measurements of one streamed request, computed from its reply. due, sent, end: times in
     seconds at which the request was due, was sent and ended. It raises nothing: a failure becomes the
-    sample's `error`.
+    sample's `error` ("http STATUS", "malformed", "stream" for an error that the server sends in the stream,
+    or "cut"), and only a "cut" sample keeps its texts and numbers of tokens.
     """
     if reply.status != 200:
         return Sample(due, sent, end, error=f"http {reply.status}", message=_reason(reply.body))
@@ -99,7 +102,8 @@ def sample(due: float, sent: float, end: float, reply: TimedReply) -> Sample:
 
 @dataclass(frozen=True)
 class Usage:
-    """The numbers of tokens of prompt and answer that a server reports for one request."""
+    """The numbers of tokens of prompt and answer that a server reports for one request; None for one that it
+    does not report."""
 
     prompt: int | None = None
     answer: int | None = None
@@ -127,8 +131,8 @@ def _has_text(document: Mapping[str, object]) -> bool:
 
 
 def _reason(body: bytes) -> str:
-    """Returns the error message in the body of a failed HTTP response, or the first line of the body if it
-    is no error document.
+    """Returns the error message in the body of a failed HTTP response, cut to 300 characters; the text of the
+    whole document if it has no message; for a body that is no JSON, its first line, cut to 200 characters.
     """
     try:
         document = strict_json.parse(body)
@@ -230,8 +234,8 @@ figure in a load test's JSON document.
 
 def rows(documents: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Returns the cells of a table of load test results: a heading, then a row for each metric, with its
-    label and a column for each load. Rows without any figure are left out. documents: the result of each load
-    as LoadResult.to_json returns it.
+    label and a column for each load. A missing figure is "-", and rows without any figure are left out.
+    documents: the result of each load as LoadResult.to_json returns it.
     """
     lines = [["", *(str(document["load"]) for document in documents)]]
     for label, path in _ROWS:

@@ -22,7 +22,8 @@ TRIAL_WORDS = (8, 40)
 
 
 class BenchError(MlcbuildError):
-    """The error for a server that cannot be measured, because it does not answer or refuses requests."""
+    """The error for a server that cannot be measured, because it does not answer, refuses requests, or
+    answers with something else than a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Style:
         }
 
     def trial(self, count: int) -> dict[str, Json]:
-        """Returns the body of an HTTP request whose prompt has `count` words and whose answer is as short
-        as possible.
+        """Returns the body of an HTTP request whose prompt has `count` words and whose answer has at most one
+        token, and is not streamed.
         """
         return self._around(words(Random(count), count), 1)
 
@@ -81,9 +82,11 @@ class Style:
 
 
 async def prepare(server: Server, style: Style, timeout: float) -> Style:
-    """Completes the settings for requests to a server: queries the model's name if it is None, and determines
-    the number of tokens per word if prompts consist of words. One token per word is assumed if the server
-    does not report tokens. Raises BenchError if the server cannot be reached, or refuses a request.
+    """Returns the settings for requests to a server, completed: with the name of the first model that the
+    server lists (None if it lists none) if `style` names none, and with the measured number of tokens per
+    word if prompts consist of words. One token per word is assumed if the server does not report tokens.
+    timeout: seconds for one query. Raises BenchError if the server cannot be reached, refuses a query, does
+    not answer it in time, or sends no JSON object.
     """
     if style.model is None:
         document = await _asked(server, "/v1/models", None, timeout)
@@ -106,8 +109,9 @@ async def prepare(server: Server, style: Style, timeout: float) -> Style:
 async def _asked(
     server: Server, path: str, document: Mapping[str, Json] | None, timeout: float
 ) -> Mapping[str, object]:
-    """Sends one HTTP request to the measured server and returns the JSON document of the answer. Raises
-    BenchError if the server cannot be reached, refuses, does not answer in time, or sends no JSON object.
+    """Sends one HTTP request to the measured server, a GET if `document` is None, otherwise a POST, and
+    returns the JSON object of the answer. Raises BenchError if the server cannot be reached, answers with
+    another status than 200, does not answer completely within `timeout` seconds, or sends no JSON object.
     """
     where = f"{server.name}{server.path}{path}"
     try:
@@ -143,7 +147,8 @@ async def measure(
 ) -> list[LoadResult]:
     """Measures a server under several loads, one after the other, and returns a result for each. A load is a
     number of concurrent clients or a rate of requests per second. Raises BenchError if the server does not
-    answer the first queries, or lacks the model; later failures of requests count as errors in the results.
+    answer the first queries as an OpenAI-compatible one, or lacks the model; later failures of requests count
+    as errors in the results.
 
     runs: pairs of a load and a workload (the number and lengths of requests). timeout: seconds for one
     request. warmup: number of requests before each load that are not measured. on_load: called before each
@@ -163,7 +168,8 @@ async def measure(
 async def run(server: Server, style: Style, load: Load, workload: Workload, timeout: float) -> LoadResult:
     """Sends a server the requests of one load, which is a number of concurrent clients or a rate per second,
     waits until the last one has ended, and returns all measurements. workload: the number and lengths of the
-    requests; timeout: seconds for one request. A failed request counts as an error in the result.
+    requests; timeout: seconds for one request. A failed request counts as an error in the result. Without a
+    limit of the workload (its `requests` and `seconds` are None), this does not end.
     """
     start, cpu = time.perf_counter(), time.process_time()
     replies: list[tuple[Sample, TimedReply | None]] = []
@@ -200,8 +206,8 @@ async def run(server: Server, style: Style, load: Load, workload: Workload, time
 
 def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
     """Yields the requests of a load test's workload: at most `requests`, or without end if that is None.
-    start: time at which the load began, after which requests are only yielded for the workload's `seconds`;
-    None: this limit is ignored.
+    start: time (time.perf_counter) at which the load began, after which requests are only yielded for the
+    workload's `seconds`; None: this limit is ignored.
     """
     most = workload.requests
     demands = (
@@ -216,10 +222,11 @@ def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
 async def _ask(
     server: Server, path: str, body: Mapping[str, Json], moments: tuple[float, float, float]
 ) -> tuple[Sample, TimedReply | None]:
-    """Sends one request of a load test, and returns (its measurements, the server's reply). The reply is
-    None, and the measurements contain the error, if no complete reply arrived.
+    """Sends one request of a load test, and returns (a Sample with its times only, the server's reply of any
+    status). If no complete reply arrived, the reply is None, and the sample has the error.
 
-    moments: (time at which the request was due, time of sending, maximum wait), in seconds.
+    moments: (time at which the request was due, time of sending, both of time.perf_counter, and maximum wait
+    for the reply), in seconds.
     """
     due, sent, timeout = moments
     try:

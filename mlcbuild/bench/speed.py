@@ -28,7 +28,8 @@ SPEED = "speed.json"
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """The workload of a speed measurement: tokens of prompt and answer, number of rounds and of threads."""
+    """The workload of a speed measurement: tokens of prompt and answer, number of rounds, and number of
+    threads (None: the runtime's default)."""
 
     prompt_tokens: int = 128
     answer_tokens: int = 32
@@ -38,7 +39,7 @@ class SpeedPlan:
 
 def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: measures load time and tokens per second of the bundle inputs["bundle"], and writes them to
-    speed.json as a JSON object.
+    speed.json in `out`: the JSON object that `measure` returns, and `machine`.
 
     params: `prompt_tokens` and `generate_tokens`, numbers of tokens; `machine`, the kind of machine for which
     the figures hold. Raises the errors of `measure`.
@@ -51,8 +52,8 @@ def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
 def measure(bundle: Path, plan: SpeedPlan) -> dict[str, object]:
     """Measures the speed of a bundle with the workload `plan`, and returns a JSON object: `threads` (or
     `device`, its name, if that is not a CPU), `load_seconds`, and for `prefill` and for each `decode N` with
-    N sequences (1 and a full batch) {"tokens": their number, "tokens_per_second": of the median round,
-    "slowest" and "fastest": of these rounds}.
+    N sequences (1 and a full batch) {"tokens": number computed in a round, "tokens_per_second": of the median
+    round, "slowest" and "fastest": tokens per second of these rounds}.
 
     Raises UsageError if prompt and answer do not fit the bundle's context window, BundleError for a damaged
     bundle, and VerificationError with the runtime's message when it cannot be run.
@@ -92,7 +93,8 @@ def _work(path: str, plan_json: str) -> dict[str, object]:
 
 
 def _device(model: Executor) -> dict[str, object]:
-    """Returns fields for a speed report: the number of threads on a CPU, or the name of another device."""
+    """Returns a field for a speed report: {"threads": their number} on a CPU, {"device": its name} on another
+    device."""
     threads: int | None = getattr(model, "threads", None)
     return {"device": model.description} if threads is None else {"threads": threads}
 
@@ -131,8 +133,9 @@ def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
 
 
 def _decode(model: Executor, plan: SpeedPlan, count: int, steps: int | None = None) -> float:
-    """Returns the seconds that decoding takes for `count` sequences, after their prompts were prefilled,
-    which is not counted. steps: number of decode steps; None: plan.answer_tokens.
+    """Returns the seconds that all decode steps together take for `count` sequences, each step for all of
+    them, after their prompts were prefilled, which is not counted. steps: number of decode steps; None:
+    plan.answer_tokens.
     """
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward

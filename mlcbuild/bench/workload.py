@@ -38,8 +38,8 @@ class Lengths:
     @classmethod
     def of(cls, text: str) -> Lengths:
         """Parses a length option: "128" (constant), "uniform:LOW,HIGH", "normal:MEAN,DEVIATION" or
-        "lognormal:MEDIAN,SIGMA". Raises UsageError for any other text, a first number below 1, any from 10
-        million on, and LOW above HIGH.
+        "lognormal:MEDIAN,SIGMA". Raises UsageError for any other text, a first number below 1, a negative
+        second one, any from 10 million on, and LOW above HIGH.
         """
         name, colon, rest = text.partition(":")
         kinds: dict[str, Kind] = {"uniform": "uniform", "normal": "normal", "lognormal": "lognormal"}
@@ -72,7 +72,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Demand:
-    """The content of one request of a load test: the numbers of tokens of prompt and answer, and a seed."""
+    """The content of one request of a load test: the numbers of tokens of prompt and answer, and the seed
+    from which the prompt's text is drawn."""
 
     prompt_tokens: int
     answer_tokens: int
@@ -118,7 +119,8 @@ class Workload:
     prompts: Lengths
     answers: Lengths
     requests: int | None
-    """Total number of requests of the load test; None: as many requests as are sent within `seconds`."""
+    """Total number of requests of the load test; None: as many requests as are sent within `seconds`. If both
+    are set, the limit that is reached first ends the test."""
     seconds: float | None = None
     seed: int = 0
 
