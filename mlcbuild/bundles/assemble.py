@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from mlcbuild_format.fields import Json as FreeJson
 
 _LARGEST_CONFIG = 16 << 20
-"""Maximum size in bytes of a checkpoint's JSON file, such as config.json, that is read."""
+"""Maximum size in bytes of a checkpoint's JSON file, such as config.json; a larger one raises
+CheckpointError."""
 _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 SERVING = "serving.json"
 LIBRARY = "library.json"
@@ -33,8 +34,9 @@ LIBRARY = "library.json"
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: copies the tokenizer's files of a checkpoint to the directory `out`, and writes
     there serving.json, the serving defaults (end-of-sequence tokens, sampling parameters, pooling) that the
-    checkpoint states. `inputs["checkpoint"]` is the checkpoint's directory. Raises CheckpointError for files
-    that are missing or invalid.
+    checkpoint states. `inputs["checkpoint"]` is the checkpoint's directory. Raises CheckpointError if the
+    checkpoint has no tokenizer, if a JSON file is invalid, and for a pooling that the runtime lacks. The
+    content of the tokenizer's files is not checked.
     """
     checkpoint = inputs["checkpoint"]
     names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
@@ -50,10 +52,12 @@ def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def serving_document(checkpoint: Path) -> dict[str, object]:
-    """Returns the serving defaults of a checkpoint as a JSON object: "eos_token_ids", a list, and, if the
-    checkpoint states them, "bos_token_id", "temperature", "top_p", "top_k" and "pooling". Token ids in
-    generation_config.json override those in config.json, as in transformers. Missing files count as empty;
-    raises CheckpointError for invalid ones.
+    """Returns the serving defaults of a checkpoint as a JSON object: "eos_token_ids", a list ([] if none are
+    stated), and, if the checkpoint states them, "bos_token_id", "temperature", "top_p", "top_k" and "pooling"
+    ("mean" or "last"). If generation_config.json has do_sample false, the temperature is 0.0, and top_p and
+    top_k are left out. Token ids in generation_config.json override those in config.json, as in transformers;
+    values are not checked. Missing files count as empty; raises CheckpointError for files that hold no JSON
+    object, and for another pooling.
     """
     documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
     merged = {key: value for document in documents for key, value in document.items() if value is not None}
@@ -74,8 +78,8 @@ def serving_document(checkpoint: Path) -> dict[str, object]:
 
 def _pooling(path: Path) -> str | None:
     """Returns the mode by which a sentence-transformers file says that embeddings are pooled: "mean" or
-    "last"; None if it is missing or states no mode. Raises CheckpointError for any other mode, and for
-    several. Older files have one boolean for each mode.
+    "last"; None if it is missing or states no mode. Raises CheckpointError for any other mode, for several,
+    and for a file that holds no JSON object. Older files have one boolean for each mode.
     """
     prefix, document = "pooling_mode_", _object(path)
     named = document.get("pooling_mode")
@@ -108,11 +112,11 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
     """Action of a build step: assembles a bundle without provenance and verification figures in the directory
     `out`.
 
-    params: name, model, scheme and target for display; a null scheme means the one in the library's metadata,
-    which another step chose. inputs: directories of library, weights and tokenizer, `runtime`
-    (libtvm_runtime) if the target is this system, and `budget` and `calibration` with the report files of a
-    budget step and of a calibration. Raises CheckpointError for serving defaults, such as token ids, that the
-    runtime would refuse.
+    params: `name`, `model`, `scheme` and `target` as the manifest bundle.json states them; a null scheme
+    means the one in the library's metadata, which another step chose. inputs: the directories `library`,
+    `weights` and `tokenizer`, `runtime` (libtvm_runtime) if the target is this system, and `budget` and
+    `calibration` with the report files of such steps, if there are any. Raises CheckpointError for serving
+    defaults, such as token ids, that the runtime would refuse.
     """
     from mlcbuild_format import bundle as form
 
@@ -147,8 +151,10 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
 
 
 def _place_other_files(inputs: Mapping[str, Path], weights: Sequence[str], out: Path) -> None:
-    """Hard-links or copies weights, tokenizer files, the reports of a budget step and of a calibration, and
-    runtime libraries into a bundle's directory. inputs: name -> directory; weights: file names.
+    """Places weights, tokenizer files and the reports of a budget step and of a calibration in a bundle's
+    directory `out`, as hard links where possible, and copies the runtime's libraries to its folder lib.
+    inputs: name -> directory, of which "runtime", "budget" and "calibration" may be absent; weights: file
+    names.
     """
     for name in weights:
         _place(inputs["weights"] / name, out / name)
@@ -212,7 +218,7 @@ def _place(source: Path, destination: Path) -> None:
 
 def tvm_runtime(stem: str = "libtvm_runtime") -> Path | None:
     """Returns the path of a shared library of TVM's runtime in the installed package tvm, without importing
-    the package; None if it is missing. stem: file name of the library without suffix.
+    the package; None if the package or the library is missing. stem: file name of the library without suffix.
     """
     spec = find_spec("tvm")
     if spec is None or not spec.submodule_search_locations:

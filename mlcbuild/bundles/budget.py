@@ -50,12 +50,12 @@ class Upgrade:
     matrix: str
     option: Option
     bytes: int
-    """Number of bytes by which a bundle grows when this larger scheme replaces the next smaller candidate
-    scheme of the same matrix.
+    """Number of bytes by which a bundle grows when this scheme replaces the one of the same matrix's previous
+    upgrade, or its smallest scheme if there is none.
     """
     saved: float
-    """Decrease of the model's loss (mean KL divergence from the exact model), in nats, when this larger
-    scheme replaces the next smaller candidate scheme of the same matrix.
+    """Decrease of the loss that this matrix alone causes (mean KL divergence from the exact model), in nats,
+    when this scheme replaces the one of its previous upgrade, or its smallest scheme if there is none.
     """
 
 
@@ -68,12 +68,13 @@ class Ladder:
     smallest: Mapping[str, Option]
     """Name of a matrix -> the candidate scheme that stores it in the fewest bytes, with its size and loss."""
     upgrades: tuple[Upgrade, ...]
-    """All replacements of the quantization scheme of one matrix by a larger scheme. The replacement that
-    saves the most loss per byte comes first.
+    """The replacements of quantization schemes of single matrices by larger ones, each of which continues the
+    previous one of its matrix. The replacement that saves the most loss per byte comes first; candidate
+    schemes that are never worth their bytes are left out.
     """
     rest: int
-    """Number of bytes of all parameters that are not matrices, such as norms and biases. They are the same
-    whatever schemes are chosen for the matrices.
+    """Number of bytes of all parameters that are not matrices, such as norms and biases: the most that any
+    candidate scheme stores for them. It is counted whatever schemes are chosen for the matrices.
     """
 
     def mixture(self, applied: Sequence[Upgrade]) -> dict[str, Option]:
@@ -106,8 +107,9 @@ class Ladder:
 
 def ladder_of(table: Mapping[str, Sequence[Option]], rest: int) -> Ladder:
     """Returns the Ladder of a model: the smallest quantization scheme of each matrix, and the replacements by
-    larger schemes (Upgrade), sorted by loss saved per byte. table: name of a matrix -> its candidate schemes;
-    rest: bytes of the parameters that are not matrices, which every size includes.
+    larger schemes (Upgrade), the one that saves most loss per byte first. table: name of a matrix -> its
+    candidate schemes, at least one; rest: bytes of the parameters that are not matrices, which every size
+    includes.
     """
     hulls = {name: hull(options) for name, options in table.items()}
     upgrades = [
@@ -148,9 +150,10 @@ def budget(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) ->
     quantization.yaml, a fragment of a recipe.
 
     params: `name` of the quantization in the recipe; `kind` of the budget, "target_bits" (bits per weight),
-    "max_size" (bytes) or "max_kl" (mean KL divergence in nats), and its `limit`; `candidates` (schemes);
-    `context_window` in tokens. inputs: directories config, checkpoint, reference, sensitivity. Raises
-    UsageError for a budget that cannot be met, CheckpointError for a checkpoint that cannot be read.
+    "max_size" (bytes) or "max_kl" (mean KL divergence in nats), and its `limit`, a number as text;
+    `candidates` (schemes as JSON); `context_window` in tokens or null. inputs: `checkpoint`, and the
+    directories that the steps `config`, `reference` and `sensitivity` wrote. Raises UsageError for a budget
+    that cannot be met, CheckpointError for a checkpoint that cannot be read.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs)
@@ -200,9 +203,9 @@ class _Chooser:
 
     def described(self, applied: Sequence[Upgrade]) -> tuple[str, list[tuple[str, str]]]:
         """Describes a mixture, in which matrices of a model have different quantization schemes, as a recipe
-        does. Returns (name of the scheme to start from, overrides as pairs of a pattern of matrix names and a
-        scheme's name). applied: replacements of matrices' smallest schemes by larger ones; the last one of a
-        matrix counts.
+        does. Returns (name of the scheme that most matrices have, overrides for the others as pairs of a
+        pattern of matrix names and a scheme's name). applied: replacements of matrices' smallest schemes by
+        larger ones; the last one of a matrix counts.
         """
         names = {name: option.scheme for name, option in self.ladder.mixture(applied).items()}
         return base_and_overrides(names, tuple(self._trial.params.values()))
@@ -285,15 +288,15 @@ def _write(params: Mapping[str, Json], chooser: _Chooser, applied: Sequence[Upgr
 
 def _size(chooser: _Chooser, name: str, option: Option) -> dict[str, float]:
     """Returns the size of a quantized matrix: "bytes" -> its number of bytes, "bits" -> bits per weight, to
-    four digits. name: the matrix.
+    four significant digits. name: the matrix.
     """
     return {"bytes": option.bytes, "bits": float(f"{8 * option.bytes / chooser.count(name):.4g}")}
 
 
 def _curve(ladder: Ladder) -> list[tuple[int, float]]:
-    """Returns pairs (bytes of the model, sum of the losses of all matrices in nats): the first with the
-    smallest quantization scheme of each matrix, the others after each further replacement of one scheme by a
-    larger one.
+    """Returns pairs (bytes of the model, sum of the losses of all matrices in nats to four significant
+    digits, at least 0): the first with the smallest quantization scheme of each matrix, the others after each
+    further replacement of one scheme by a larger one.
     """
     loss, size = sum(option.loss for option in ladder.smallest.values()), ladder.size(ladder.smallest)
     points = [(size, float(f"{loss:.4g}"))]

@@ -30,7 +30,8 @@ activations change by less than they are rounded; and all these tokens' activati
 def calibrate(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: writes to `out` importance.npz, the importance of each column of each matrix of
     a model (the mean square of the activations that are multiplied with it, as quant.importance reads it),
-    and calibration.json, a report of what was measured.
+    and calibration.json, a report: the numbers of prompts and tokens, the names of the matrices, and the
+    BLAKE3 digest of importance.npz.
 
     params and inputs: those of the step `reference`, whose prompts are shortened alike; only the first
     MOST_TOKENS tokens count. Activations are those of the exact model; experts of a mixture are left out.
@@ -60,7 +61,7 @@ def calibrate(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 def _first(sequences: Sequence[list[int]], most: int) -> list[list[int]]:
     """Returns the first of the token sequences, in their order, until they have `most` tokens together; the
-    last of them is cut where that number is reached.
+    last of them is cut where that number is reached. Returns all of them if they have fewer.
     """
     chosen: list[list[int]] = []
     for tokens in sequences:

@@ -21,7 +21,7 @@ def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 def divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns KL(p || q) in nats at each of n positions, at least 0. p, q: logarithms of probabilities [n,
-    vocab].
+    vocab], all finite; otherwise the result is NaN.
     """
     import numpy as np
 

@@ -14,9 +14,10 @@ from mlcbuild.checkpoints.gguf_tokenizer import write_tokenizer
 
 
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action of a build step: writes tokenizer files, and serving defaults as a JSON file, from the GGUF file
-    params["file"] in inputs["checkpoint"] to the directory `out`. Raises CheckpointError if the file lacks a
-    tokenizer, or has one of an unsupported kind.
+    """Action of a build step: writes tokenizer files, and serving.json with serving defaults (end-of-sequence
+    tokens, sampling parameters), from the GGUF file params["file"] in inputs["checkpoint"] to the directory
+    `out`. Raises CheckpointError if the file is damaged, lacks a tokenizer, or has one of an unsupported
+    kind.
     """
     path = checkpoint_path(params, inputs)
     write_tokenizer(read_gguf(path).metadata, str(path), out)

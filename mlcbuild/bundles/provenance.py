@@ -92,8 +92,8 @@ def envelope(payload: bytes, signer: Signer) -> bytes:
 
 
 def _encoded(payload: bytes) -> bytes:
-    """Returns the bytes that a DSSE signature covers: the payload type and the payload, each preceded by its
-    length as a decimal number.
+    """Returns the bytes that a DSSE signature covers: "DSSEv1", the payload type and the payload, each of the
+    two preceded by its length in bytes as a decimal number, with a space between all parts.
     """
     return b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
 
@@ -102,8 +102,9 @@ def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
     """Checks and returns the provenance of the bundle in a directory. Of the bundle only bundle.json is read,
     since it names the digests of the other files.
 
-    Raises ProvenanceError unless the provenance statement is about this bundle, all of its signatures, if
-    there are any, are valid and, if `trust` holds public keys, one of them has signed it.
+    Raises ProvenanceError if the statement or bundle.json is missing or cannot be read, and unless the
+    statement is about this bundle, all of its signatures, if there are any, are valid and, if `trust` holds
+    public keys, one of them has signed it.
     """
     payload = _bytes(bundle / STATEMENT)
     document = _document(bundle / STATEMENT, payload)

@@ -106,7 +106,8 @@ def hidden(
 def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0) -> Array:
     """Returns the embeddings [n, hidden] of tokens as they enter the first layer of a model. start: position
     of the first token in its sequence. Raises ValueError for no tokens and for token ids outside the
-    vocabulary, CheckpointError for weights that are missing or misshapen.
+    vocabulary, IndexError for a position beyond a model's table of learned positions, CheckpointError for
+    weights that are missing or misshapen.
     """
     config, ids = reference.config, np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
@@ -125,8 +126,9 @@ def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0
 
 def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tuple[Array, State]:
     """Computes one decoder layer, and returns (residual stream [n, hidden] after it, the attention state of
-    the layer with these n positions added, such as keys and values). index: the layer's number; x: residual
-    stream [n, hidden] before the layer; past: state before these n positions.
+    the layer with these n positions added, such as keys and values). index: the layer's number, from 0; x:
+    residual stream [n, hidden] before the layer; past: state before these n positions. Raises CheckpointError
+    for weights that are missing or misshapen.
     """
     positions = np.arange(past.length, past.length + len(x))
     rotations = tuple(_rotation(reference, rope, positions) for rope in reference.config.ropes)
@@ -152,7 +154,9 @@ def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def head(reference: Reference, states: Array) -> Array:
-    """Returns logits [n, vocab] for hidden states [n, hidden] that the final norm has normalized."""
+    """Returns logits [n, vocab] for hidden states [n, hidden] that the final norm has normalized; they are
+    scaled and soft-capped if the model's config says so. Raises CheckpointError for weights that are missing
+    or misshapen."""
     config = reference.config
     name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
     shapes = {name: (config.vocab_size, config.hidden_size), "lm_head.bias": (config.vocab_size,)}
@@ -170,9 +174,9 @@ def head(reference: Reference, states: Array) -> Array:
 
 def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterable[int] = ()) -> list[int]:
     """Returns up to `count` tokens that follow a prompt, each the most likely one (the lowest id among
-    equals), computed with a cache of keys and values. The list ends early with a token of `stop`. Raises
-    CheckpointError for weights that cannot be read, ValueError for an empty prompt or a token id beyond the
-    vocabulary.
+    equals), computed with a cache of keys and values. The list ends early with a token of `stop`, which it
+    includes. Raises CheckpointError for weights that cannot be read, ValueError for an empty prompt or a
+    token id beyond the vocabulary.
     """
     ends, answer = frozenset(stop), list[int]()
     tokens, past = list(prompt), EMPTY

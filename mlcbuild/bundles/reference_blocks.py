@@ -230,7 +230,8 @@ def _clipped(spec: Attention, x: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Biases:
-    """The terms that are added to the attention scores of some query heads: ALiBi biases, masks and sinks."""
+    """The changes that a layer makes to the attention scores of some query heads before masks (scale, soft
+    cap, ALiBi biases), and the sinks of these heads."""
 
     spec: Attention
     inputs: Inputs
@@ -264,8 +265,8 @@ class _Biases:
 
 def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array, Array]) -> Array:
     """Returns the softmax attention [g, n, d] of g query heads that share keys and values, scaled by
-    spec.scale. Each of n queries sees the m cached positions up to its own, or the last ones within the
-    layer's window. query: [g, n, d]; cached: (keys, values), [m, d] each; biases: ALiBi, soft-capping and
+    spec.scale. Each of n queries sees the m cached positions up to its own, or of these the last
+    `spec.window`. query: [g, n, d]; cached: (keys, values), [m, d] each; biases: ALiBi, soft-capping and
     sinks.
     """
     key, value = cached

@@ -37,11 +37,12 @@ logits, whose computation is slow. Longer prompts are cut.
 def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: computes the tokens and the reference logits of every prompt.
 
-    params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]` with one per line) and
-    the libraries' `context_window` in tokens, on which LongRoPE depends. Prompts are cut to MAX_TOKENS tokens
-    and to the context window; those of less than two tokens are left out. Writes tokens.json, a list of token
-    ids for each prompt, and logits-<i>.npy, float32 [n, vocab], with i from 0000 on, to `out`. Raises
-    UsageError when no prompt is left, CheckpointError for a checkpoint that cannot be read.
+    params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]` with one per line,
+    where blank lines are skipped) and the libraries' `context_window` in tokens, on which LongRoPE depends.
+    Prompts are cut to MAX_TOKENS tokens and to the context window; those of less than two tokens are left
+    out. Writes tokens.json, a list of token ids for each prompt that is left, and logits-<i>.npy for each of
+    these, float32 [n, vocab], with i from 0000 on, to `out`. Raises UsageError when no prompt is left,
+    CheckpointError for a checkpoint that cannot be read.
     """
     import numpy as np
 

@@ -41,13 +41,15 @@ to evaluate the model with the chosen schemes as a whole.
 
 def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: writes to `out` sensitivity.json, with the bytes and the loss of each matrix of
-    a model in each candidate quantization scheme.
+    a model in each candidate quantization scheme: {"tokens": number measured, "matrices": [{"name", "losses"
+    and "bytes": scheme name -> value}]}.
 
     params: `candidates`, a list of schemes as JSON; `context_window` in tokens, which selects LongRoPE's
     frequencies. inputs: directories with the config, the checkpoint, and the reference (the prompts' tokens
     and exact logits). A loss is the mean KL divergence from the exact model, in nats, of the model in which
-    this matrix alone is quantized, over the first prompts (about MOST_TOKENS tokens); activations stay
-    floating point. Raises CheckpointError for a checkpoint that cannot be read.
+    this matrix alone is quantized, over the first prompts (at most MOST_TOKENS tokens, but at least one
+    prompt), to four significant digits; activations stay floating point. Raises CheckpointError for a
+    checkpoint that cannot be read.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs).within(MOST_TOKENS)
@@ -103,7 +105,7 @@ def _layer_of(param: Param) -> int:
 
 def _losses(trial: WeightTrial, candidates: Sequence[Storage]) -> Iterator[tuple[tuple[str, str], float]]:
     """Yields ((name of a matrix, name of a quantization scheme), loss) for every matrix and candidate scheme.
-    The loss is the mean KL divergence from the exact model in nats.
+    The loss is the mean KL divergence from the exact model in nats per token, to four significant digits.
     """
     note = _Progress(trial, len(candidates))
     depth = len(trial.exact.config.layers)
@@ -166,8 +168,8 @@ def _finished(
 ) -> Iterator[tuple[tuple[str, str], float]]:
     """Finishes evaluations of a model, each with a single quantized matrix, whose layers have all been
     computed: computes their logits and yields ((name of the quantized matrix, name of its scheme), loss). The
-    loss is the mean KL divergence from the exact model, in nats per token. model: source of the weights of
-    the final norm and of the output matrix.
+    loss is the mean KL divergence from the exact model, in nats per token, to four significant digits. model:
+    source of the weights of the final norm and of the output matrix.
     """
     table = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
     held = with_weights(model, [table])

@@ -56,11 +56,12 @@ THRESHOLDS: Mapping[str, Threshold] = {
 
 def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: writes to `out` a copy of the bundle's manifest bundle.json with the figures of
-    its verification, such as mean KL divergence and perplexity. Raises VerificationError, and writes nothing,
-    if a figure violates a threshold (the error's `figures` then has all of them) or the bundle cannot be run.
+    its verification, such as mean KL divergence and perplexity, under "verification". Raises
+    VerificationError, and writes nothing, if a figure violates a threshold (the error's `figures` then has
+    all of them) or the bundle cannot be run.
 
     params: for each threshold in THRESHOLDS (such as max_kl) a number as a string, or null for no limit.
-    inputs: directories with the bundle, and with the reference logits of the prompts.
+    inputs: the directories `bundle`, and `reference` with the reference logits of the prompts.
     """
     from mlcbuild_format.bundle import MANIFEST
 
@@ -94,13 +95,14 @@ def _faults(figures: Mapping[str, float], params: Mapping[str, Json]) -> list[st
 
 def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
     """Compares a bundle's logits with reference logits in a fresh process, and returns name of a figure ->
-    value, to four digits.
+    value, to four significant digits.
 
     kl_mean and kl_max: KL(reference || bundle) of the next-token distributions, in nats, mean and maximum
     over positions. top1_agreement: share of positions with the same most likely token. perplexity and
-    reference_perplexity: those of the prompts. decode_error: largest difference between the bundle's logits
-    when it decodes the first tokens of a prompt one at a time and all at once. tokens: number of positions.
-    Raises VerificationError when the process fails, or the bundle's logits are not finite.
+    reference_perplexity: those of the prompts under the bundle and under the reference. decode_error: largest
+    absolute difference between the bundle's logits when it decodes the first tokens of a prompt one at a time
+    and all at once. tokens: number of positions. Raises VerificationError when the process fails, or the
+    bundle's logits are not finite.
     """
     figures: dict[str, float] = fresh_process.run("mlcbuild.bundles.verify", str(bundle), str(reference_dir))
     return figures

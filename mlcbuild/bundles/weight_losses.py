@@ -123,7 +123,8 @@ def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Weight
 def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
     """Quantizes a matrix, or a stack of matrices, under a scheme, and returns its float32 values after
     unpacking, in the same shape; a matrix of a stack is computed each time it is read. param: describes the
-    matrix; values: its exact values.
+    matrix; values: its exact values. Raises CheckpointError for values that the scheme cannot store; for
+    those of a stack, when they are read.
     """
 
     def rounded(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -138,8 +139,8 @@ def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
 
 def rounded_activations(rows: Array, scheme: Storage) -> Array:
     """Returns activations [n, columns] rounded as a product with a matrix of this quantization scheme reads
-    them: to 8 bits with a scale for each group of 32 columns, which is a power of two for 4-bit weights;
-    unchanged if the scheme keeps activations as floats.
+    them: to 8 bits with a scale for each group of 32 columns, which is a power of two for 4-bit weights in
+    this project's own formats (not for those of GGUF); unchanged if the scheme keeps activations as floats.
     """
     if scheme.activation_bits == 0:
         return rows
