@@ -130,7 +130,8 @@ def load(
     allow_outside: True if paths may leave the recipe's project; inspect: function that yields further
     problems of the recipe's models.
 
-    Raises InputError with all problems of the file.
+    Raises InputError with all problems of the file, or with the first 1000 if it has more, SetupError if the
+    target presets of mlcbuild are missing.
     """
     document = read(path)
     done = substitute(document, settings or {})
@@ -204,8 +205,9 @@ def _inputs(
 
 
 def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
-    """Returns the recipe whose data, validated by the JSON schema, is in `reading`; None if it is invalid.
-    Problems that the schema does not cover are added to the recipe's list of problems. path: the recipe file;
+    """Returns the recipe whose data, validated by the JSON schema, is in `reading`. Problems that the schema
+    does not cover are added to the recipe's list of problems; the result then lacks what is invalid, and is
+    None if the template of output directories or the path of the lock file is. path: the recipe file;
     inspect: function that yields further problems of its models."""
     models, schemes, targets = read_models(reading), read_schemes(reading), read_targets(reading)
     reading.problems.extend(inspect(models.values()))
@@ -257,8 +259,8 @@ def _check_sizes(
 ) -> None:
     """Adds a problem to the recipe's list if the combinations of model, quantization and target that it
     builds have too many overrides of quantization schemes in total, or too many characters of verification
-    prompts in total. schemes: name of a quantization -> its scheme; settings: indices of the `include`
-    entries that apply to a combination -> the resulting settings."""
+    prompts that are written in the recipe. schemes: name of a quantization -> its scheme; settings: indices
+    of the `include` entries that apply to a combination -> the resulting settings."""
     sizes = {
         use: sum(map(len, item.verify.prompts))
         for use, item in settings.items()
@@ -279,8 +281,9 @@ def _check_sizes(
 
 def _lock(reading: Reading, path: Path) -> Path | None:
     """Returns the absolute path of the lock file: the one that the recipe names, or the recipe's path with
-    the suffix .lock. Returns None for an invalid path, and adds a problem to those of the recipe. path: the
-    recipe file."""
+    .lock in place of its suffix; None, with a problem added to those of the recipe, if the named one is
+    invalid or leaves the project. A lock file that would replace the recipe, whose name is too long, or that
+    is no regular file, is also such a problem. path: the recipe file."""
     text = reading.text("lock")
     lock = path.absolute().with_suffix(".lock") if text is None else reading.path(("lock",), text)
     if lock is not None and resolved(lock) == resolved(path):

@@ -19,8 +19,9 @@ from mlcbuild.targets.target import Target
 
 def read_schemes(reading: Reading) -> dict[str, Scheme]:
     """Reads the `quantizations` of a recipe, and returns name in the recipe -> quantization scheme for the
-    valid entries. For each of the others a problem is added to the recipe's list. reading: the recipe's data
-    and its problems."""
+    valid entries. In a list, the name is the item itself or, for a budget, its limit, such as max_size-800MB.
+    For each of the others a problem is added to the recipe's list; an entry that has the name of a built-in
+    scheme is a problem, too, but in the result. reading: the recipe's data and its problems."""
     schemes: dict[str, Scheme] = {}
     for i in range(len(reading.items("quantizations"))):
         place: Where = ("quantizations", i)
@@ -68,10 +69,12 @@ def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
 
 def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
     """Reads a quantization that is a mapping, and returns it as a scheme: a built-in scheme with overrides
-    for some parameters, or a budget of size or loss. Returns None for an invalid one, with a problem added to
-    the recipe's list. where: its path in the recipe.
+    for some parameters and prompts for calibration, or a budget of size or loss. Returns None if scheme or
+    budget are invalid; invalid overrides are left out. For all of these a problem is added to the recipe's
+    list. where: its path in the recipe.
 
-    The scheme's name is derived from its contents, so that it does not depend on the name in the recipe.
+    The scheme's name is derived from its contents except the prompts, so that it does not depend on the name
+    in the recipe.
     """
     if is_budget(reading, where):
         return read_budget(reading, where)
@@ -103,9 +106,9 @@ def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
 
 def _calibrated(reading: Reading, where: Where, scheme: Scheme) -> Scheme:
     """Returns `scheme` with the prompts under the key `calibrate` of a quantization, or unchanged if there is
-    no such key. Prompts that none of its formats can use become a problem of the recipe. where: path of the
-    quantization in the recipe. The scheme keeps its name, since libraries do not depend on the calibration.
-    """
+    no such key. Invalid prompts, in whose place it has (), and prompts that none of its formats can use,
+    become a problem of the recipe. where: path of the quantization in the recipe. The scheme keeps its name,
+    since libraries do not depend on the calibration."""
     prompts = read_prompts(reading, (*where, "calibrate"), prompts_fault)
     if prompts is None:
         return scheme
@@ -118,17 +121,18 @@ def _calibrated(reading: Reading, where: Where, scheme: Scheme) -> Scheme:
 
 
 def _can_be_calibrated(scheme: Scheme) -> bool:
-    """Returns True if a scheme's format can choose scales by the importance of columns. Its overrides are not
-    considered."""
+    """Returns True if a scheme's format can choose scales by the importance of columns; False for `as-is`.
+    Its overrides are not considered."""
     if as_is.is_as_is(scheme):
         return False
     return any(form.pack_calibrated is not None for form in layouts(scheme.format).values())
 
 
 def read_targets(reading: Reading) -> dict[str, Target]:
-    """Reads the `targets` of a recipe, and returns name in the recipe -> target (machine to compile for) for
-    the valid entries. For each of the others a problem is added to the recipe's list. reading: the recipe's
-    data and its problems."""
+    """Reads the `targets` of a recipe, and returns name in the recipe -> target (machine to compile for),
+    with this name, for the valid entries. For each of the others, and for an entry that has the name of a
+    preset, a problem is added to the recipe's list. reading: the recipe's data and its problems. Raises
+    SetupError or InputError if `targets` is a mapping and the presets of mlcbuild are missing or invalid."""
     resolved: dict[str, Target | None] = {}
     for i in range(len(reading.items("targets"))):
         name = reading.text("targets", i)

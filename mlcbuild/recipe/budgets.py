@@ -26,8 +26,8 @@ names none."""
 def is_budget(reading: Reading, where: Where) -> bool:
     """Returns True if a quantization in a recipe states neither a scheme nor overrides, and so must state a
     budget: a limit of bits, size or KL divergence. For an item of a list, returns True only if it states one.
-    where: its path in the recipe. Keys that exclude each other, and a quantization without scheme and budget,
-    become problems of the recipe."""
+    where: its path in the recipe. Keys that exclude each other, overrides without a scheme, and a
+    quantization without scheme and budget, become problems of the recipe."""
     keys = reading.mapping(*where).keys()
     kinds = [kind for kind in KINDS if kind in keys]
     if isinstance(where[-1], int):
@@ -51,9 +51,10 @@ def is_budget(reading: Reading, where: Where) -> bool:
 
 def _is_listed_budget(reading: Reading, where: Where, kinds: Sequence[BudgetKind]) -> bool:
     """Returns True if an item of a recipe's list of quantizations states a budget: a limit of bits, size or
-    KL divergence. Adds a problem to the recipe's list if it does not, and for each key that is allowed only
-    where a quantization has a name, such as `calibrate`. where: path of the item in the recipe; kinds: those
-    of its keys that state a budget, such as "max_size"."""
+    KL divergence. Adds a problem to the recipe's list for each key that is allowed only where a quantization
+    has a name (scheme, overrides, calibrate), for an item with neither these nor a budget, and for each
+    further budget. where: path of the item in the recipe; kinds: those of its keys that state a budget, such
+    as "max_size"."""
     named = [key for key in ("scheme", "overrides", "calibrate") if key in reading.mapping(*where)]
     for key in named:
         message = (
@@ -77,9 +78,9 @@ def _report_further(reading: Reading, where: Where, kinds: Sequence[BudgetKind])
 
 
 def listed_name(reading: Reading, where: Where) -> str | None:
-    """Returns the name of a quantization in a list: the item itself if it is text, or for a budget its first
-    key and value, such as max_size-800MB. Returns None for an item without a valid name. where: path of the
-    item in the recipe."""
+    """Returns the name of a quantization in a list: the item itself if it is text, or for a budget its kind
+    and value, such as max_size-800MB; of several budgets the first of target_bits, max_size and max_kl
+    counts. Returns None for an item without a valid name. where: path of the item in the recipe."""
     text = reading.text(*where)
     if text is not None:
         return text
@@ -100,8 +101,9 @@ def _is_size(text: str) -> bool:
 
 def read_budget(reading: Reading, where: Where) -> Scheme | None:
     """Reads a recipe's quantization that names a budget (a limit of bits, size or KL divergence) and
-    candidate schemes instead of one scheme, and returns it as a `Scheme` with that budget; None for an
-    invalid one, with a problem added to the recipe's list. where: its path in the recipe."""
+    candidate schemes instead of one scheme, and returns it as a `Scheme` with that budget, whose name is
+    derived from limit and candidates; None for an invalid one, with a problem added to the recipe's list.
+    where: its path in the recipe."""
     keys = reading.mapping(*where).keys()
     kind = next((kind for kind in KINDS if kind in keys), None)
     candidates = _candidates(reading, where)

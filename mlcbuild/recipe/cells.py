@@ -21,7 +21,8 @@ _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targ
 
 def read_cells(reading: Reading) -> tuple[Cell, ...]:
     """Returns the combinations of model, quantization and target that a recipe builds. reading: the recipe's
-    data and problems; names that are unknown, unused or ambiguous become problems of the recipe.
+    data and problems; names that are unknown, unused or ambiguous, and `include` and `exclude` entries
+    without effect, become problems of the recipe.
 
     Returns () if a section is too malformed to list its names, if nothing would be built, and if there are
     too many combinations, or too many pairs of a combination and an `include` entry that applies to it.
@@ -56,8 +57,8 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
 
 
 def _places(reading: Reading, section: str) -> dict[str, Where]:
-    """Returns name -> path in the recipe, such as ("models", "a"), for the names that a section of the recipe
-    defines. section: "models", "quantizations" or "targets"."""
+    """Returns name -> path in the recipe, such as ("models", "a"), for the valid names that a section of the
+    recipe defines. section: "models", "quantizations" or "targets"."""
     places: dict[str, Where] = {}
     for i in range(len(reading.items(section))):
         name = listed_name(reading, (section, i))
@@ -71,8 +72,8 @@ def _places(reading: Reading, section: str) -> dict[str, Where]:
 
 def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]:
     """Returns the names of models, quantizations or targets that are combined: those that the recipe's
-    `matrix` lists, or all that it defines. axis: "model", "quantization" or "target"; places: name -> path of
-    its definition in the recipe."""
+    `matrix` lists, without unknown ones, which become problems of the recipe, or all that it defines. axis:
+    "model", "quantization" or "target"; places: name -> path of its definition in the recipe."""
     if not isinstance(reading.get("matrix", axis), list):
         return list(places)
     names = []
@@ -85,8 +86,9 @@ def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]
 
 def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str, Where]) -> str | None:
     """Returns the name of a model, quantization or target that stands at the path `where` of a recipe.
-    Returns None, with a problem added to the recipe's list, if the recipe does not define the name. places:
-    defined name -> path of its definition; if it is empty, every name is returned."""
+    Returns None, with a problem added to the recipe's list, if the recipe does not define the name, and None
+    if there is no text at the path. places: defined name -> path of its definition; if it is empty, every
+    name is returned."""
     name = reading.text(*where)
     if name is None or name in places or not places:
         return name
@@ -96,8 +98,9 @@ def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str
 
 def _entries(reading: Reading, key: str, places: Mapping[str, Mapping[str, Where]]) -> list[MatrixEntry]:
     """Returns the entries of the recipe's `matrix` under `key`, "exclude" or "include", whose names are all
-    defined: the index and the names of each. Unknown names become problems of the recipe. places: "model",
-    "quantization" or "target" -> name -> path of its definition."""
+    defined: the index and the names of each. Unknown names become problems of the recipe. An `exclude` entry
+    that names nothing is left out. places: "model", "quantization" or "target" -> name -> path of its
+    definition."""
     entries = []
     for i in range(len(reading.items("matrix", key))):
         where: Where = ("matrix", key, i)
@@ -133,8 +136,9 @@ def _report_unused(reading: Reading, expansion: Expansion, places: Mapping[str, 
 
 def _distinct(reading: Reading, cells: tuple[Cell, ...], models: Mapping[str, Where]) -> tuple[Cell, ...]:
     """Returns those of `cells`, combinations of model, quantization and target, whose variants have unique
-    names. For each of the others a problem is added to the recipe's list: model `a-b` with quantization `c`
-    has the name of `a` with `b-c`. models: name -> path of its definition."""
+    names; of several with one name, the first. For each of the others a problem is added to the recipe's
+    list: model `a-b` with quantization `c` has the name of `a` with `b-c`. models: name -> path of its
+    definition."""
     owners: dict[str, Names] = {}
     unique_cells = []
     for cell in cells:

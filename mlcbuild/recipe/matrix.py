@@ -2,8 +2,8 @@
 
 The rules are those of a GitHub Actions matrix ("Running variations of jobs in a workflow", include and
 exclude): exclusions apply to all combinations of the listed names. Then each include entry, in order, is
-merged into every such combination that it does not contradict; if there is none, it adds a separate
-combination, which later entries do not extend.
+merged into every such combination that it does not contradict; if there is none and it names all three, it
+adds a separate combination, which later entries do not extend.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ matrix that applies to it)."""
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """One entry of `exclude` or `include` in a recipe's matrix: for each of model, quantization and target a
-    name, or None if the entry does not name it."""
+    """One entry of `exclude` or `include` in a recipe's matrix: its index in that list, and for each of
+    model, quantization and target a name, or None if the entry does not name it."""
 
     index: int
     names: tuple[str | None, str | None, str | None]
@@ -60,7 +60,7 @@ class Expansion:
     model, quantization and target.
     """
     repeated: tuple[int, ...]
-    """Indices of include entries that add a combination which an earlier include entry already added."""
+    """Indices of include entries that name the combination which an earlier include entry already added."""
     crowded: int | None = None
     """Index of the `include` entry at which the number of pairs (combination, `include` entry) exceeds the
     maximum; the other fields of this result are then empty. None if the maximum is not exceeded.
@@ -136,7 +136,7 @@ class _Index:
         """Returns the indices of the include or exclude entries that match a combination. An entry names a
         model, a quantization, a target, or several of these, and matches if all of them occur in the
         combination. The result has one list for entries that name only a model, one for those that name a
-        model and a target, and so on; lists without a match are absent. names: (model, quantization, target)
-        of the combination."""
+        model and a target, and so on; lists without a match are absent. The lists are those of the index
+        itself, which the caller may empty. names: (model, quantization, target) of the combination."""
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

@@ -18,14 +18,15 @@ DEFAULT = "dist/{model}-{quantization}-{target}"
 _WHERE: Where = ("bundle", "output")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _SHOWN = 3
-"""Maximum number of output directories that are reported one by one because they collide with each other or
-with other files. A template without placeholders causes thousands."""
+"""Maximum number of output directories that are reported one by one for one kind of fault, such as equal
+ones, too long ones, or those that collide with other files. A template without placeholders causes thousands.
+"""
 
 
 def read_template(reading: Reading) -> str | None:
     """Returns the recipe's template for output directories of bundles, such as "dist/{model}-{target}",
-    without redundant "." and "/". Returns None for an invalid one, with a problem added to the recipe's list.
-    """
+    without redundant ".", ".." and "/"; without one, "dist/{model}-{quantization}-{target}". Returns None for
+    an invalid one, with a problem added to the recipe's list."""
     text = reading.text(*_WHERE) if "output" in reading.mapping("bundle") else DEFAULT
     if text is None:
         return None
@@ -37,8 +38,9 @@ def read_template(reading: Reading) -> str | None:
 
 
 def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
-    """Returns True if every placeholder in a template is {model}, {quantization} or {target}; otherwise adds
-    problems to the recipe's list. where: path of the template in the recipe; text: the template."""
+    """Returns True if every placeholder in a template is {model}, {quantization} or {target}, and every brace
+    has its partner; otherwise adds problems to the recipe's list. where: path of the template in the recipe;
+    text: the template."""
     before = len(reading.problems)
     for name in _PLACEHOLDER.findall(text):
         if name not in AXES:
@@ -60,8 +62,9 @@ def check(reading: Reading, template: str, cells: Iterable[Names], protected: Ma
     that contain or lie in a protected path, for those that a filesystem may be unable to hold, and for those
     in whose place, or above which, there is something else than a directory.
 
-    Names are compared without case, because many filesystems do so. No output contains another: names contain
-    no '/', so all have the same depth. template: path of output directories, such as
+    Of many bundles with one fault, three are reported one by one, and the number of the others. Outputs of
+    two bundles are compared without case, because many filesystems do so. No output contains another: names
+    contain no '/', so all have the same depth. template: path of output directories, such as
     "dist/{model}-{quantization}-{target}"; cells: (model, quantization, target) of each bundle; protected:
     name of a path in messages -> path that bundles must not replace.
     """
@@ -126,8 +129,8 @@ def _file_above(directory: Path) -> tuple[Path, str] | None:
 
 
 def _no_directory(path: Path) -> str:
-    """Returns the kind of the file at the path of a bundle's directory, such as "a regular file"; "" if it is
-    a directory or if nothing is there."""
+    """Returns the kind of the file at the path of a bundle's directory, such as "a regular file", or "a
+    symbolic link" whatever the link leads to; "" if it is a directory or if nothing is there."""
     if path.is_symlink():
         return "a symbolic link"
     file_kind = kind(path)

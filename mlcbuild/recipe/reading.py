@@ -34,13 +34,11 @@ class Reading:
     directory: Path
     """Absolute path of the recipe's directory, to which paths in the recipe are relative."""
     project: Path
-    """The directory of the recipe's project, with symbolic links resolved. Paths in the recipe must not
-    leave it.
-    """
+    """The directory of the recipe's project, with symbolic links resolved. Paths in the recipe must not leave
+    it unless the user has allowed that."""
     allow_outside: bool
     bad: frozenset[Where]
-    """Paths of the values in a recipe that the JSON schema rejected. The data of the recipe omits these
-    values."""
+    """Paths of the values in a recipe that the JSON schema rejected. `get` returns None for these paths."""
     bad_keys: frozenset[Where]
     """Paths (keys and indices from the top) of the mapping entries in a recipe whose keys the JSON schema
     rejected, such as names with invalid characters."""
@@ -48,8 +46,10 @@ class Reading:
     problems: Problems
 
     def report(self, where: Where, message: str, on_key: bool = False) -> None:
-        """Adds a problem of the recipe. where: path (keys and indices) of the value concerned; message: text
-        of the problem; on_key: True if the problem is at the value's key."""
+        """Adds a problem of the recipe; if the value contained references to variables, its message ends with
+        the text before substitution. Raises InputError, with the problems so far, if there are more than
+        1000. where: path (keys and indices) of the value concerned; message: text of the problem; on_key:
+        True if the problem is at the value's key, which has no such text."""
         place = self.document.key_place(where) if on_key else self.document.place(where)
         if where in self.origins and not on_key:
             message = f"{message} (from {self.origins[where]})"
@@ -71,9 +71,10 @@ class Reading:
         return value if isinstance(value, list) else []
 
     def path(self, where: Where, text: str) -> Path | None:
-        """Returns the absolute path for a path in the recipe; None, with a problem added, if it is invalid,
-        or leaves the project although the user has not allowed that. where: keys and indices that lead to
-        `text` in the recipe."""
+        """Returns the absolute path for a path in the recipe, symbolic links not resolved; None, with a
+        problem added, if it is invalid (begins with "~", has a backslash, an invisible character, a name or a
+        length beyond the limits, or a loop of links), or leaves the project although the user has not allowed
+        that. where: keys and indices that lead to `text` in the recipe."""
         path = self.directory / text
         if text.startswith("~"):
             message = f"'{text}': '~' does not stand for a home directory here; write the path out"
@@ -135,8 +136,8 @@ def loops(path: Path) -> bool:
 
 
 def kind(path: Path) -> str:
-    """Returns the kind of a file in words, such as "a regular file" or "a directory"; "missing" if it does
-    not exist or cannot be examined."""
+    """Returns the kind of a file, or of a link's target, in words, such as "a regular file" or "a directory";
+    "missing" if it does not exist or cannot be examined."""
     try:
         return regular.kind(path)
     except OSError:

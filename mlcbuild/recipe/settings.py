@@ -16,8 +16,7 @@ from mlcbuild.errors import closest_name
 from mlcbuild.recipe.reading import Reading
 
 LARGEST_PROMPTS = 1 << 20
-"""Maximum size in bytes of a text file of prompts. The reference computes each line in float64, which takes
-seconds."""
+"""Maximum size in bytes of a text file of prompts. The reference computation of each line takes seconds."""
 
 _PREFILL_CHUNK = 512
 _MAX_BATCH = 8
@@ -46,7 +45,8 @@ class Verify:
     """Limits on a bundle's deviation from the original model in float32; None means no limit."""
 
     prompts: Path | tuple[str, ...]
-    """Absolute path of a text file with one prompt per line, or the prompts themselves."""
+    """Absolute path of a text file with one prompt per line, or the prompts themselves; () if the recipe's
+    are missing or invalid, which is one of its problems."""
     max_kl: float | None = None
     """Maximum mean Kullback-Leibler divergence of the bundle's next-token distributions from the model's,
     in nats.
@@ -102,8 +102,9 @@ class _Layer:
 
 def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:
     """Returns the settings of a recipe for combinations to which certain `include` entries of its matrix
-    apply: indices of the entries, in order -> settings. uses: the tuples of indices to compute; () means that
-    no entry applies. For invalid settings, problems are added to the recipe's list."""
+    apply: indices of the entries, in order -> settings. A value of an entry replaces those of the entries
+    before it and of the top-level sections. uses: the tuples of indices to compute; () means that no entry
+    applies. For invalid settings, problems are added to the recipe's list."""
     look = cache(prompts_fault)  # Many entries may name the same file.
     base = _read_layer(reading, (), look)
     count = len(reading.items("matrix", "include"))
@@ -172,8 +173,8 @@ def read_prompts(
 
 
 def prompts_fault(path: Path) -> str:
-    """Returns the reason why a text file of prompts is invalid, such as "it does not exist"; "" if it is
-    valid."""
+    """Returns the reason why a text file of prompts is invalid, such as "it does not exist"; "" for a regular
+    file of at most 1 MiB of UTF-8 with some text."""
     try:
         data = regular.read(path, LARGEST_PROMPTS)
     except FileNotFoundError:

@@ -11,8 +11,8 @@ from mlcbuild.errors import Problems, close_names, did_you_mean
 
 SECTION = "vars"
 LARGEST = MAX_BYTES
-"""Maximum number of characters of all texts of a recipe with substituted variables together, as many as a
-whole file may have."""
+"""Maximum number of characters of all texts of a recipe that refer to variables, together with the values
+that replace the references: as many as a whole file may have."""
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
@@ -51,7 +51,8 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
     A text that is exactly one reference becomes the variable's value with its type; `$${` becomes `${`.
     Unknown and unused variables, malformed references, and more substituted text than a recipe file may have
-    are problems in the result; the texts concerned stay as they are.
+    are problems in the result; the texts concerned stay as they are. Raises InputError for more than 1000
+    problems.
     """
     done = Substitution(document)
     if not isinstance(document.data, dict):
@@ -116,7 +117,8 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
 def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
     """Returns name -> variable for the entries of a recipe's `vars` with a scalar value; the JSON schema
     reports the others. settings: variable name -> value from the command line, which replaces the recipe's.
-    Wrong names and types are recorded as problems in `done`, the result so far."""
+    Wrong names and types of these, and values with a reference, are recorded as problems in `done`, the
+    result so far."""
     section = document.get((SECTION,))
     variables: dict[str, Variable] = {}
     for name, value in (section if isinstance(section, dict) else {}).items():
@@ -143,8 +145,8 @@ def _variables(document: Document, settings: Mapping[str, str], done: Substituti
 
 
 def _like(old: Scalar, text: str) -> Scalar:
-    """Parses a text of the command line as a value of the same type as `old`, the variable's value in the
-    recipe; returns None if that is impossible."""
+    """Parses a text of the command line as a value of the same kind (text, number, or boolean) as `old`, the
+    variable's value in the recipe; returns None if that is impossible."""
     if isinstance(old, str):
         return text
     new = scalar(text)
