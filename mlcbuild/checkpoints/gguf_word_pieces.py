@@ -23,19 +23,19 @@ _SPACE, _PREFIX = "▁", "##"
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]"}
 """Role of a token, such as "cls" -> its name in BERT's vocabularies, such as "[CLS]"."""
 _LONGEST_WORD = 100
-"""Maximum number of letters of a word that is divided into tokens, the value of all published tokenizers. A
-longer word becomes the token for unknown words.
+"""Maximum number of characters of a word that is divided into tokens, the value of all published tokenizers.
+A longer word becomes the token for unknown words.
 """
 
 
 def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVocabulary:
     """Returns the WordPiece vocabulary of a GGUF file with its tokens written as in BERT's vocabulary ("##"
-    before a token that does not begin a word) and with the ids of special tokens that their names reveal.
-    Adds a problem to `reader`, the reader of the file's metadata, if [CLS], [SEP] or [UNK] is missing, or two
-    tokens would have the same text.
+    before a token that does not begin a word) and with the ids of special tokens that their names reveal; all
+    special tokens get the token type CONTROL. Adds a problem to `reader`, the reader of the file's metadata,
+    if [CLS], [SEP] or [UNK] is missing, or two tokens would have the same text.
 
     Files without roles name their tokens as BERT does, and old ones have neither BOS nor EOS: [CLS] becomes
-    BOS, and [SEP] EOS where there is none.
+    BOS in any case, and [SEP] EOS where there is none.
     """
     ids = dict(vocabulary.ids)
     for role, name in _NAMES.items():
@@ -67,7 +67,8 @@ def word_piece_parts(vocabulary: GgufVocabulary) -> dict[str, Json]:
     """Returns those fields of a tokenizer.json that depend on the kind of tokenizer (normalizer,
     pre_tokenizer, post_processor, decoder, model), for WordPiece. vocabulary: a GGUF file's vocabulary with
     its tokens written as in BERT's ("##" before a token that does not begin a word) and with the ids of
-    [CLS], [SEP] and [UNK].
+    [CLS], [SEP] and [UNK]. Tokens of the type UNUSED are left out. Text is lowercased if the file says so or,
+    where it says nothing, if its words have no capital letters.
     """
     lowercase = vocabulary.flags.get("normalizer.lowercase", _is_uncased(vocabulary))
     first, last = (vocabulary.tokens[vocabulary.ids[role]] for role in ("cls", "sep"))
@@ -116,7 +117,8 @@ def _original(token: str, words: set[str]) -> str:
     """Returns the text of a token of a GGUF file in BERT's vocabulary: a word without the "▁" at its
     beginning, or any other token with "##" before it. words: all tokens that begin with "▁".
 
-    Old converters stored special tokens in brackets, such as [CLS], without "▁"; they are returned unchanged.
+    Old converters stored special tokens in brackets, such as [CLS], without "▁"; they are returned unchanged,
+    unless `words` has the same text after "▁".
     """
     if token.startswith(_SPACE) and len(token) > 1:
         return token[1:]
@@ -125,8 +127,9 @@ def _original(token: str, words: set[str]) -> str:
 
 
 def _is_uncased(vocabulary: GgufVocabulary) -> bool:
-    """Returns True if no word of a GGUF file's vocabulary has a capital letter from A to Z, so that text must
-    be lowercased: old files do not state it, and llama.cpp then lowercases for every vocabulary.
+    """Returns True if no normal token of a GGUF file's vocabulary, apart from those that begin with "[", has
+    a capital letter from A to Z, so that text must be lowercased: old files do not state it, and llama.cpp
+    then lowercases for every vocabulary.
     """
     return not any(
         "A" <= letter <= "Z"

@@ -44,8 +44,8 @@ class GroupedMatrix:
     columns: int
     bits: int
     group: int
-    """Number of consecutive columns of a matrix row that share a scale; the last such group may be
-    shorter."""
+    """Number of consecutive columns of a matrix row that share a scale; the last such group may be shorter.
+    Unused if `places` is set."""
     codes: Read
     """Function from (reader of the checkpoint's files, first row, number of rows) to the integer codes of
     these rows of the matrix, uint8 [rows, columns].
@@ -56,7 +56,8 @@ class GroupedMatrix:
     """
     zeros: Read | None = None
     """Function from (reader of the checkpoint's files, first row, number of rows) to the zero points of these
-    rows as integers, [rows, groups]; None: the matrix has no zero points.
+    rows as integers, [rows, groups]; None: the matrix has no zero points, and its codes are multiplied as
+    they are.
     """
     minima: Read | None = None
     """Function from (reader of the checkpoint's files, first row, number of rows) to the minima of these
@@ -68,7 +69,7 @@ class GroupedMatrix:
     """
     kind: str = "F32"
     """Name of the tensor type in which the values of this matrix can be stored unchanged; "F32" if only
-    float32 can hold them.
+    float32 can hold them, and before the method `tensor` has determined the type.
     """
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
@@ -95,8 +96,8 @@ class GroupedMatrix:
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
         """Returns `count` rows of the matrix from row `first` on, not dequantized: integer codes, [count,
-        columns], and a scale and perhaps a minimum for every 32 columns. The attribute `kind` must not be
-        "F32". reader: reads the checkpoint's files.
+        columns], and a scale and perhaps a minimum for every 32 columns. Zero points are subtracted from the
+        codes, or become minima. The attribute `kind` must not be "F32". reader: reads the checkpoint's files.
         """
         codes, scale = self.codes(reader, first, count), self.scales(reader, first, count)
         minimum = None if self.minima is None else self.minima(reader, first, count)
@@ -118,7 +119,9 @@ class GroupedMatrix:
     def tensor(self, parts: StoredParts, note: str = "", name: str = "weight") -> ComputedTensor:
         """Returns a matrix of integer codes as one tensor of float32 weights, whose rows are computed when
         they are read. parts: the stored tensors of the matrix's module (one projection of a layer); name:
-        name of the new tensor within the module; note: a remark for the log, or "".
+        name of the new tensor within the module; note: a remark for the log, or "". Scales, zero points and
+        minima are read now, to determine the tensor type that holds the weights unchanged; CheckpointError is
+        raised if that fails.
         """
         matrix = replace(self, kind=self._kind())
         unpack = None if matrix.kind == "F32" else matrix.unpack

@@ -15,8 +15,8 @@ from mlcbuild.errors import CheckpointError
 _POINTER = b"version "
 """The first bytes of a Git LFS pointer, which a checkout without LFS has in place of a weights file."""
 _END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,18}\s*,\s*(\d{1,18})\s*\]')
-"""Matches the end offset of a tensor's bytes in the JSON header of a safetensors file. The offset is relative
-to the end of the header.
+"""Matches the offsets of a tensor's bytes in the JSON header of a safetensors file; group 1 is the end,
+relative to the end of the header.
 """
 
 
@@ -34,7 +34,8 @@ def read_header(path: Path) -> Header:
 
 
 def check_complete(path: Path) -> None:
-    """Raises CheckpointError if a safetensors file is shorter than its header says, or cannot be read.
+    """Raises CheckpointError if a safetensors file is shorter than its header says, or cannot be read. Other
+    damage is not detected.
 
     The header is searched and not parsed: a plan may look at thousands of files, and parsing takes 20 times
     as long. The result is cached for as long as the file's size and mtime stay the same.

@@ -49,14 +49,17 @@ class HubSource:
 
     @property
     def is_pinned(self) -> bool:
-        """Returns True if the revision is a full commit hash, which is immutable."""
+        """Returns True if the revision is a full commit hash, 40 hex digits in lower case, which is
+        immutable.
+        """
         return is_commit(self.revision)
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """The description of a file in a hub's repository. `sha256` is None unless the file is in large-file
-    storage."""
+    """The description of a file in a hub's repository. `size` is in bytes. `git_oid` is the id of the file's
+    git blob; for a file in large-file storage, that is a blob with a pointer to the file. `sha256` is None
+    unless the file is in large-file storage."""
 
     size: int
     git_oid: str
@@ -115,8 +118,9 @@ def check_name(name: str) -> None:
 
 
 def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
-    """Queries a hub, and returns (commit to which a repository's revision refers now, path -> description
-    of each file). Raises SourceError if the hub refuses or cannot be reached."""
+    """Queries a hub, and returns (commit to which a repository's revision refers now, path -> description of
+    each file). Raises SourceError if the hub refuses, cannot be reached, or states no commit or no size of a
+    file."""
     from huggingface_hub import HfApi
 
     def ask() -> tuple[str, dict[str, HubFile]]:
@@ -147,7 +151,9 @@ def current_commit(source: HubSource) -> str:
 
 
 def _commit(source: HubSource, stated: str | None) -> str:
-    """Returns the commit that a hub has stated. Raises SourceError if it is none."""
+    """Returns the commit that a hub has stated, `stated`. Raises SourceError if that is not a commit hash of
+    40 hex digits. source: the repository, which the message names.
+    """
     if stated is None or not is_commit(stated):
         raise SourceError(f"{source}: the hub names no commit for this revision; is HF_ENDPOINT a hub?")
     return stated
@@ -186,8 +192,8 @@ def download(
     replaces a cached copy.
 
     An interrupted transfer is resumed with an HTTP range. `count` is called with the number of new bytes,
-    which is negative when a server starts over. Raises SourceError if the hub refuses or the transfer fails
-    for good.
+    which is negative when a server starts over. Raises SourceError if the hub refuses, the transfer fails for
+    good, or the file cannot be written.
     """
     from huggingface_hub import hf_hub_download
 
@@ -269,7 +275,8 @@ def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -
 @contextmanager
 def explained(source: HubSource, name: str | None) -> Iterator[None]:
     """Returns a context that raises a SourceError, which names the source and, unless `name` is None, the
-    file, in place of an exception that a query or transfer is expected to raise. Others pass unchanged."""
+    file, in place of an exception that a query or transfer is expected to raise. A SourceError and all others
+    pass unchanged."""
     try:
         yield
     except SourceError:
@@ -284,8 +291,9 @@ def explained(source: HubSource, name: str | None) -> Iterator[None]:
 
 
 def _hub_refusal(error: Exception, source: HubSource) -> Failure:
-    """Returns (class, message) of the error to raise in place of `error`, if it means that the hub refused a
-    request; None if it means something else. source: the repository, which some messages name."""
+    """Returns (class, message) of the error to raise in place of `error`, if it or one of its causes means
+    that the hub refused a request or answered with an HTTP error; None if it means something else. source:
+    the repository, which some messages name."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{source.repo}"

@@ -10,7 +10,9 @@ from mlcbuild.errors import SourceError
 
 
 class UnreachableError(SourceError):
-    """The error for a hub that cannot be reached; a retry may succeed."""
+    """The error for a hub that cannot be reached or cannot answer now, and for a broken transfer; a retry may
+    succeed.
+    """
 
 
 class AbsentError(SourceError):
@@ -86,14 +88,15 @@ _NETWORK_FAILURES: tuple[tuple[frozenset[str], type[SourceError], str], ...] = (
         "{host} does not answer like a hub ({reason}); check HF_ENDPOINT and the proxy",
     ),
 )
-"""(names of exception classes, error class, error message) for network failures. Exceptions are recognised by
-the names of their classes, because huggingface_hub has changed its HTTP library twice.
+"""(names of exception classes, error class, error message) for network failures. The first row applies that
+names the exception's class or a base class of it; {host} and {reason} in its message are replaced. Exceptions
+are recognised by the names of their classes, because huggingface_hub has changed its HTTP library twice.
 """
 
 
 def network_failure(error: Exception) -> Failure:
     """Returns (class, message) of the error to raise if an exception or one of its causes is a network
-    failure or an answer that is not a hub's; None for other exceptions.
+    failure, an answer that is not a hub's, or a query that offline mode forbids; None for other exceptions.
     """
     from huggingface_hub import constants
 

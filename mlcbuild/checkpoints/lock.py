@@ -7,8 +7,8 @@ sources:
     files:
       config.json: {size: 649, sha256: 4a5f...}
 
-Users commit it. `resolve` queries the hub and is the only function here that needs a network; a run uses
-`read` and `check`, and uses the pinned commits even when a branch has moved on.
+Users commit it. `resolve` and `moved` query the hub; nothing else here needs a network. A run uses `read` and
+`check`, and uses the pinned commits even when a branch has moved on.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Locked:
     files: Mapping[str, Pinned]
 
     def params(self, source: HubSource) -> dict[str, Json]:
-        """Returns the parameters of the build step that downloads this source. They contain no branch or tag,
-        so that no cache key depends on one.
+        """Returns the parameters of the build step that downloads this source: "repo", "commit", and "files"
+        (name -> "size" in bytes and "sha256"). They contain no branch or tag, so that no cache key depends on
+        one.
         """
         files: dict[str, Json] = {
             name: {"size": pinned.size, "sha256": pinned.sha256} for name, pinned in self.files.items()

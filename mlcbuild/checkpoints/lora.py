@@ -74,12 +74,12 @@ class _Change:
     """The change that one LoRA adapter makes to one matrix: a product of two factors that is added."""
 
     left: Tensor
-    """The left factor of a LoRA change of a matrix: B [rows, rank], or the transpose of A [rank, rows] if the
-    attribute `crossed` is True.
+    """The left factor of a LoRA change of a matrix: B [rows, rank]; if the attribute `crossed` is True, A
+    [rank, rows], which is transposed when it is read.
     """
     right: Tensor
-    """The right factor of a LoRA change of a matrix: A [rank, columns], or the transpose of B [columns, rank]
-    if the attribute `crossed` is True.
+    """The right factor of a LoRA change of a matrix: A [rank, columns]; if the attribute `crossed` is True, B
+    [columns, rank], which is transposed when it is read.
     """
     scale: np.float32
     crossed: bool
@@ -91,9 +91,10 @@ class _Change:
 
 def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint, by transformers' names, with LoRA adapters merged into them one
-    after the other when rows are read. directories: pairs (directory of an adapter, factor of its change).
-    Raises CheckpointError for an adapter that is damaged or unsupported, does not fit the checkpoint, or
-    replaces a tensor that an adapter before it has changed.
+    after the other when rows are read. Tensors that are changed become float32; the others are returned as
+    they are. directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError for
+    an adapter that is damaged or unsupported, does not fit the checkpoint, or replaces a tensor that an
+    adapter before it has changed.
     """
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)

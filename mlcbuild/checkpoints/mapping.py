@@ -113,7 +113,9 @@ def locate(
 
 def _read(root: Path) -> tuple[dict[str, Tensor], dict[str, str] | None, list[str]]:
     """Reads the headers of all weights files of the checkpoint at the path `root`. Returns (tensor name in
-    the files -> tensor, index file's mapping of tensor names to file names or None, error messages).
+    the files -> tensor, index file's mapping of tensor names to file names or None, error messages). Raises
+    CheckpointError instead if there are no weights files, or a file that is not safetensors (GGUF or PyTorch)
+    is damaged.
     """
     reader = kind_of(root).reader
     if reader is not None:
@@ -126,7 +128,7 @@ def _read(root: Path) -> tuple[dict[str, Tensor], dict[str, str] | None, list[st
 def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> dict[str, Tensor]:
     """Returns transformers' name of a tensor -> the tensor, after both functions of `views`: dequantization
     of the stored tensors, and merging of LoRA adapters. stored: name in the checkpoint's files -> tensor;
-    names: the model's tensor names.
+    names: the model's tensor names. CheckpointErrors of these functions are not caught.
     """
     tensors = views.quantized(stored)
     sources = [part.tensor for pieces in names.sources.values() for part in pieces]
@@ -138,8 +140,9 @@ def _located(
     config: ModelConfig, table: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor]
 ) -> tuple[list[ParameterSource], list[str]]:
     """Locates the parameters of a model in a checkpoint's files. Returns (parameters with their stored
-    tensors, for those parameters all of whose tensors exist; error messages for tensors of a wrong dtype or
-    shape). table: parameter name -> the tensors that make it up; tensors: name -> stored tensor.
+    tensors, seen as vectors or matrices, for those parameters all of whose tensors exist; error messages for
+    tensors of a wrong dtype or shape). table: parameter name -> the tensors that make it up; tensors: name ->
+    stored tensor.
     """
     located, problems = [], []
     for param in parameters(config):
@@ -209,8 +212,8 @@ def fail(problems: list[str]) -> None:
 
 def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
     """Reads the headers of the weights files `names` in the directory `root`. Returns (tensor name -> tensor
-    for all files that can be read; error messages for missing and damaged files and for tensors in two
-    files).
+    for all files that can be read; error messages for missing and damaged files and for tensors in two files,
+    of which the first counts).
     """
     tensors: dict[str, Tensor] = {}
     problems = []

@@ -87,7 +87,8 @@ def convert(raw: NDArray[Any], name: str, out: NDArray[np.float32]) -> None:
 
 def values_of(raw: NDArray[Any], name: str) -> NDArray[np.float32]:
     """Returns elements of a tensor, as they were read from a file, as a new float32 array of the same shape.
-    name: the safetensors dtype of the elements, one of READABLE.
+    A float64 beyond the range of float32 becomes infinite. name: the safetensors dtype of the elements, one
+    of READABLE.
     """
     out = np.empty(raw.shape, np.float32)
     convert(raw, name, out)

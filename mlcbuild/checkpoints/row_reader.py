@@ -67,7 +67,8 @@ class ParameterSource:
     @property
     def kinds(self) -> frozenset[str]:
         """Returns the names of the types of the parameter's stored tensors, such as "F16" or "Q4_0". A tensor
-        whose columns are reordered counts as F32, because no block format can keep its values.
+        that is read transposed, or of which columns are selected, counts as F32, because no block format can
+        keep its values, unless it is computed column by column.
         """
         parts = self.parts or (None,) * len(self.pieces)
         return frozenset(
@@ -81,7 +82,8 @@ class ParameterSource:
 
 def _is_rearranged(piece: Tensor, part: Piece) -> bool:
     """Returns True if a row of a stored tensor is not a row of the parameter, because columns are selected or
-    axes exchanged.
+    axes exchanged. A tensor that is computed column by column, and used whole, has the parameter's rows in
+    spite of exchanged axes.
     """
     if part.transposed:
         is_whole = part.taken == [*range(part.block)]
@@ -91,7 +93,7 @@ def _is_rearranged(piece: Tensor, part: Piece) -> bool:
 
 class Rows:
     """Reads rows of parameters from the files of a checkpoint. The object keeps files open, and is used by
-    one thread only.
+    one thread only. As a context manager it closes them.
     """
 
     def __init__(self) -> None:
@@ -109,7 +111,8 @@ class Rows:
 
     def read(self, source: ParameterSource, start: int, out: Array) -> None:
         """Fills an array `out`, [rows, ...], with rows of the parameter that `source` locates, from row
-        `start` on. `out` must have the dtype that source.dtype returns.
+        `start` on. `out` must have the dtype that source.dtype returns; its elements beyond the parameter's
+        last row are left unchanged.
 
         Raises CheckpointError when a file cannot be read or is too short.
         """
@@ -136,9 +139,9 @@ class Rows:
     def elements(
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
-        """Returns elements [rows, columns] of a stored tensor, or [rows] of a vector, in its stored dtype.
-        rows, columns: ranges (start, stop); None: all columns. Raises CheckpointError if the file cannot be
-        read or is too short.
+        """Returns elements [rows, columns] of a stored tensor, or [rows] of a vector, in its stored dtype:
+        bfloat16 as uint16, 8-bit floats as uint8. rows, columns: ranges (start, stop); None: all columns.
+        Raises CheckpointError if the file cannot be read or is too short.
 
         The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
         other.
@@ -242,9 +245,9 @@ class Rows:
 
     def _transposed(self, piece: Tensor, order: Piece, first: int, out: Array) -> None:
         """Fills `out` with rows of a parameter, from row `first` on, that are stored as columns of the tensor
-        `piece`. Only these columns are read. order: a Piece, which lists the columns and the rows of the
-        tensor that belong to the parameter. Raises CheckpointError if the file cannot be read or is too
-        short.
+        `piece`. No other columns are read, but those between the first and the last of them, and whole rows
+        if the tensor must be decoded. order: a Piece, which lists the columns and the rows of the tensor that
+        belong to the parameter. Raises CheckpointError if the file cannot be read or is too short.
         """
         width = piece.shape[1]
         columns = _indices(order.columns or ((0, width, 1),))
@@ -258,8 +261,9 @@ class Rows:
             done += len(indices)
 
     def _lines(self, piece: Tensor, order: Piece, matrix: int, low: int, high: int) -> Array:
-        """Returns columns low..high-1 of one matrix in a stored tensor, each as a row of the result. order:
-        lists the rows of the matrix that belong to the parameter; matrix: index of the matrix in a stack.
+        """Returns columns low..high-1 of one matrix in a stored tensor, each as a row of the result, in the
+        stored dtype if that is float32, float16 or bfloat16 (as uint16), else in float32. order: lists the
+        rows of the matrix that belong to the parameter; matrix: index of the matrix in a stack.
         """
         base, selected = matrix * order.block, np.array(order.taken)
         if isinstance(piece, ComputedTensor) and piece.by_columns:
@@ -370,7 +374,7 @@ def _cast(raw: Array, out: Array) -> None:
 
 def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
     """Yields (index of a stored tensor, first row in the tensor, part of `out` to fill) for the tensors that
-    hold a parameter's rows from row `start` on, until `out` is full.
+    hold a parameter's rows from row `start` on, until `out` is full or the parameter ends.
     """
     done = 0
     for number, first, count in _ranges(source, start, start + out.shape[0]):
@@ -380,7 +384,7 @@ def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[in
 
 def _ranges(source: ParameterSource, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Yields (index of a stored tensor, first row in the tensor, number of rows) for the tensors that hold
-    rows start..stop-1 of a parameter.
+    rows start..stop-1 of a parameter; rows beyond its end are left out.
     """
     base = 0
     for number, count in enumerate(source.counts):

@@ -52,7 +52,7 @@ class _Scaled:
 
 def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: int, last: int) -> Floats:
     """Returns rows first..last-1 of a tensor that holds one scale for each block of a matrix, as float32
-    [last - first, columns of this tensor]. grid: shape of this tensor.
+    [last - first, blocks along a row]. grid: numbers of blocks along the matrix's columns and rows.
     """
     if grid == (1, 1):
         return whole(reader, scale).reshape(1, 1)
@@ -61,10 +61,11 @@ def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: 
 
 def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTensor:
     """Returns the weight matrix of a module: 8-bit floats multiplied by the scales in the module's stored
-    tensor whose name ends with `scale`. Its float32 rows are computed when they are read.
+    tensor `scale`, such as "weight_scale". Its float32 rows are computed when they are read.
 
     block: the rows and columns of a block of weights that share a scale, as quantization_config states them;
-    None if it does not. Raises CheckpointError if a tensor is missing, or has another type or shape.
+    None if it does not. Raises CheckpointError if a tensor is missing, or has another type or shape, or
+    `block` is not two positive integers.
     """
     rows, columns = parts.matrix("weight")
     weight = parts["weight"]

@@ -17,8 +17,8 @@ LARGEST_INDEX = 64 << 20
 for each tensor; large checkpoints have about 100,000.
 """
 OTHER_KINDS = ("adapter", "consolidated")
-"""Prefixes of names of safetensors files that are ignored: they hold other contents, or the same weights
-under other names.
+"""Prefixes of names of safetensors files that are ignored where a directory has neither model.safetensors nor
+its index: they hold other contents, or the same weights under other names.
 """
 
 
@@ -43,8 +43,8 @@ def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
 
 def read_index(path: Path, suffix: str) -> dict[str, str]:
     """Returns tensor name -> file name from the JSON index of a sharded checkpoint. suffix: the suffix that
-    all file names must have. Raises CheckpointError if the file is missing or malformed, or names a file with
-    another suffix or in another directory.
+    all file names must have. Raises CheckpointError if the file is missing, malformed or larger than
+    LARGEST_INDEX, or names a file with another suffix or in another directory.
     """
     try:
         document = strict_json.decoder()(regular.read(path, LARGEST_INDEX).decode())
@@ -73,7 +73,8 @@ def index_faults(
 ) -> list[str]:
     """Returns an error message for each tensor that is not in the file that the index names, and for each
     that the index lacks; [] if there is none, or no index. path: the index file; tensors: name -> tensor, for
-    all that the files hold; reason: function from a tensor's name to why the index may lack it, or None.
+    all that the files hold; reason: function from a tensor's name to why the index may lack it, or None if it
+    may not.
     """
     if index is None:
         return []

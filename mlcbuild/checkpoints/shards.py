@@ -61,15 +61,16 @@ class RowReader(Protocol):
 
     def values(self, tensor: Tensor, first: int, count: int) -> NDArray[np.float32]:
         """Returns `count` rows of a stored tensor from row `first` on, as float32 [count, columns], or
-        [count] for a vector.
+        [count] for a vector. Raises CheckpointError if the file cannot be read or is too short.
         """
         ...
 
     def elements(
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
-        """Returns elements [rows, columns] of a stored tensor, or [rows] of a vector, in its stored dtype.
-        rows, columns: ranges (start, stop); None: all columns.
+        """Returns elements [rows, columns] of a stored tensor, or [rows] of a vector, in its stored dtype:
+        bfloat16 as uint16, 8-bit floats as uint8. rows, columns: ranges (start, stop); None: all columns.
+        Raises CheckpointError if the file cannot be read or is too short.
 
         The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
         other.
@@ -90,7 +91,8 @@ def lay_out(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], limit:
     and returns the planned files.
 
     metadata: key -> text in the header of each file. A tensor is never divided, so that a file with one large
-    tensor may exceed the limit.
+    tensor may exceed the limit. Files are named weights-00001-of-00003.safetensors and so on; without tensors
+    there is one empty file.
     """
     parts: list[list[StoredTensor]] = [[]]
     filled = 0

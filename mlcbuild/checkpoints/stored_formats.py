@@ -26,7 +26,9 @@ from mlcbuild.quant.scheme import Scheme
 
 def choose(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: chooses for each parameter the smallest format that holds its values in
-    inputs["checkpoint"] exactly, and writes the choice to choice.json in `out`.
+    inputs["checkpoint"] exactly, and writes the choice to choice.json in `out`: an object with "base" (the
+    format of all other parameters), "name" (of the quantization) and "overrides" (pairs of a pattern of
+    parameter names and a format).
 
     params["overrides"]: pairs (pattern of parameter names, name of a format), which decide first.
     inputs["config"]: the output of the config step. Raises CheckpointError for a checkpoint that is damaged

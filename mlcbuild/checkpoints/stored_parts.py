@@ -99,7 +99,7 @@ class StoredParts:
         shape: the tensor's shape. load: function from (reader of the checkpoint's files, first row, number of
         rows) to float32 rows. kind: the tensor type, such as "Q4_0", that holds the values exactly and whose
         codes and scales `unpack` returns (see `FORMATS` of quant/as_is.py); "F32" if no type does. note: a
-        remark for the log.
+        remark for the log; for "F32" it is supplemented by the fact that no smaller format holds the values.
         """
         if kind == "F32":
             note = f"{note}; {_ONLY_FLOAT32}" if note else _ONLY_FLOAT32
@@ -117,9 +117,9 @@ def replaced(
     model.layers.0.mlp.down_proj) replaced by those that the function `combine` computes.
 
     marks: last parts of tensor names; a module that has one of them is quantized. combine: function from a
-    StoredParts, the stored tensors of one module, to last part of a name -> tensor. Tensors that scale
-    activations or KV caches are removed everywhere. Raises CheckpointError with the problems of all modules
-    (at most 20, then a count).
+    StoredParts, the stored tensors of one module, to last part of a name -> tensor, for all tensors that the
+    module has afterwards. Tensors that scale activations or KV caches are removed everywhere. Raises
+    CheckpointError with the problems of all modules (at most 20, then a count).
     """
     marks = frozenset(marks)
     result: dict[str, Tensor] = {}
@@ -151,7 +151,7 @@ def _modules(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def whole(reader: RowReader, tensor: Tensor) -> Floats:
     """Returns all values of a small stored tensor, such as a matrix's scales, as float32 in the tensor's
-    shape.
+    shape. Raises CheckpointError if the file cannot be read or is too short.
     """
     rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else math.prod(tensor.shape)
     return values_of(reader.elements(tensor, (0, rows)), tensor.dtype).reshape(tensor.shape)
@@ -177,7 +177,8 @@ def group_places(
     module's stored tensor `part` lists; None if groups are made of consecutive columns.
 
     Writers leave the tensor out, or fill it with 0 or -1, where columns are in order. groups: number of
-    groups; size: columns of a group. Raises CheckpointError for an index that names no group.
+    groups; size: columns of a group. Raises CheckpointError for an index that names no group, and if the
+    tensor is not I32 or I64 [columns].
     """
     if parts.get(part) is None:
         return None

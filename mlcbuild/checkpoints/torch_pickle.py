@@ -168,7 +168,9 @@ class _Machine:
         self._stack = []
 
     def since_mark(self) -> list[Any]:
-        """Removes the topmost mark from the pickle machine's stack, and returns the values above it."""
+        """Removes the topmost mark from the pickle machine's stack, and returns the values above it. Raises
+        IndexError if there is no mark.
+        """
         values, self._stack = self._stack, self._marked.pop()
         return values
 

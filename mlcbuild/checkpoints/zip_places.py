@@ -22,8 +22,8 @@ _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 
 
 class ZipError(ValueError):
-    """The error for a file that is no zip file, or whose members are compressed or encrypted. Its message
-    does not name the file.
+    """The error for a file that is no zip file or a damaged one, and for members that are missing, compressed
+    or encrypted. Its message does not name the file.
     """
 
 
@@ -73,8 +73,8 @@ def members(file: BinaryIO) -> dict[str, Member]:
 
 def _directory(file: BinaryIO) -> tuple[int, int, int]:
     """Returns (number of members, size, offset) of a zip file's central directory, the list of its members;
-    size and offset are in bytes. Raises ZipError if the file has none, or if its end record contradicts the
-    file.
+    size and offset are in bytes. Raises ZipError if the file has none, if its end record contradicts the
+    file, or if the directory has more than 8 MiB.
     """
     end = file.seek(0, os.SEEK_END)
     first = file.seek(max(0, end - _LONGEST_TAIL))

@@ -3,5 +3,6 @@
 
 settings: the quantization_config of the checkpoint. tensors: name in the files -> tensor. The function
 returns the tensors, in which one tensor replaces the parts of each quantized matrix, and raises
-CheckpointError. No list of the files exists: `quantization.py` looks them up in this directory.
+CheckpointError for settings that are not supported and parts that are missing or do not fit. No list of the
+files exists: `quantization.py` looks them up in this directory.
 """

@@ -25,8 +25,8 @@ from mlcbuild.errors import CheckpointError
 _FLOATS = ("F16", "BF16", "F32")
 _WORDS = ("I32", "U32")
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Index of a 4-bit code in an AWQ int32 word, from the lowest bits -> position of its column among the
-word's eight columns.
+"""Position of a column among the eight columns of an AWQ int32 word -> index of its 4-bit code in the word,
+counted from the lowest bits.
 """
 
 
@@ -58,9 +58,9 @@ class _Awq:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of an AWQ checkpoint with one tensor in place of the parts of each quantized
-    matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or do not fit
-    together, and for unsupported settings.
+    """Returns name -> tensor of an AWQ checkpoint with one tensor, `<module>.weight`, in place of the parts
+    of each quantized matrix; other tensors stay. settings: its quantization_config. Raises CheckpointError
+    for parts that are missing or do not fit together, and for unsupported settings.
     """
     layout = str(settings.get("version") or "gemm").lower()
     if layout != "gemm":

@@ -1,5 +1,5 @@
 """Reads bitsandbytes checkpoints: 4-bit indices into a table of 16 numbers (nf4, fp4), or int8 with a scale
-for each row.
+for each row (a weight is code * scale / 127).
 
 In 4 bits, a weight is the product of its number in the table (`quant_map`) and the scale of its block
 (`absmax`); blocks continue across the ends of rows. Scales may themselves be stored as bytes. A byte is an
@@ -83,9 +83,10 @@ class _Table:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a bitsandbytes checkpoint with one tensor of float32 values in place of the
-    stored tensors (codes, scales and so on) of each quantized matrix. settings: its quantization_config.
-    Raises CheckpointError for tensors that are missing or do not fit together, and for unsupported settings.
+    """Returns name -> tensor of a bitsandbytes checkpoint with one tensor of float32 values,
+    `<module>.weight`, in place of the stored tensors (codes, scales and so on) of each quantized matrix;
+    other tensors stay. settings: its quantization_config. Raises CheckpointError for tensors that are missing
+    or do not fit together, and for unsupported settings.
     """
     renamed = {}
     for name, tensor in tensors.items():
@@ -159,8 +160,8 @@ def _codes(parts: StoredParts) -> Tensor:
 
 
 def _state(parts: StoredParts) -> Mapping[str, Any]:
-    """Returns the JSON object with which bitsandbytes describes a 4-bit matrix; it is stored as the bytes
-    of a tensor. Raises CheckpointError if it is not such an object.
+    """Returns the JSON object with which bitsandbytes describes a 4-bit matrix; it is stored as the bytes of
+    a tensor. Raises CheckpointError if it is not such an object, or longer than 4,096 bytes.
     """
     tensor = parts[f"{_PART}quant_state"]
     size = math.prod(tensor.shape)

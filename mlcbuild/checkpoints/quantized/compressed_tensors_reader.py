@@ -86,9 +86,9 @@ class _Integers:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a compressed-tensors checkpoint with one tensor in place of the parts of each
-    quantized matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or
-    do not fit together, and for unsupported settings.
+    """Returns name -> tensor of a compressed-tensors checkpoint with one tensor, `<module>.weight`, in place
+    of the parts of each quantized matrix; other tensors stay. settings: its quantization_config. Raises
+    CheckpointError for parts that are missing or do not fit together, and for unsupported settings.
     """
     form = str(settings.get("format"))
     if form in _REFUSED or settings.get("transform_config"):
@@ -174,8 +174,8 @@ def _check_zeros(matrix: _Integers, scale: Tensor) -> None:
 def fp4_weight(parts: StoredParts, packed: str, overall: str, *, divides: bool) -> Tensor:
     """Returns the weight of a module of 4-bit floats in the format NVFP4 or MXFP4. packed: name of the tensor
     with the codes; overall: name of the tensor with a scale for the whole matrix, which only NVFP4 has:
-    without such a tensor the format is MXFP4; divides: True if scales are divided by it. Raises
-    CheckpointError if a tensor is missing, or has another type or shape.
+    without such a tensor the format is MXFP4; divides: True if scales are divided by it, False if they are
+    multiplied. Raises CheckpointError if a tensor is missing, or has another type or shape.
     """
     rows, half = parts.matrix(packed)
     parts.check(packed, ("U8",), (rows, half))

@@ -16,9 +16,9 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of an FP8 checkpoint with one tensor in place of each matrix and its scales.
-    settings: its quantization_config. Raises CheckpointError for parts that are missing or do not fit
-    together, and for unsupported settings.
+    """Returns name -> tensor of an FP8 checkpoint with one tensor, `<module>.weight`, in place of each matrix
+    and its scales; other tensors stay. settings: its quantization_config. Raises CheckpointError for parts
+    that are missing or do not fit together, and for unsupported settings.
     """
     block = settings.get("weight_block_size")
 

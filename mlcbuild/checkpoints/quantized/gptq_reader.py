@@ -32,8 +32,8 @@ _BITS = (2, 3, 4, 5, 6, 8)
 _FORMATS = {"gptq": 1, "": 1, "gptq_v2": 2}
 """Value of checkpoint_format in a quantization_config -> version of the GPTQ format."""
 _MODULES, _OUTPUTS = 16, 32
-"""Number of modules, and number of rows of each, whose codes are averaged and compared with the average
-stored zero point, to detect the version of the GPTQ format.
+"""Least number of modules (evenly spaced; all if there are fewer), and largest number of rows of each, whose
+codes are averaged and compared with the average stored zero point, to detect the version of the GPTQ format.
 """
 
 
@@ -58,8 +58,9 @@ class _Gptq:
         return values_of(raw, tensor.dtype).T
 
     def zeros(self, add: int, reader: RowReader, first: int, count: int) -> NDArray[np.int16]:
-        """Returns the zero points of `count` rows of a GPTQ matrix from row `first` on, [count, groups].
-        add: number that is added to stored zero points, 1 or 0 depending on the format's version.
+        """Returns the zero points of `count` rows of a GPTQ matrix from row `first` on, [count, groups]. add:
+        number that is added to stored zero points, 1 or 0 depending on the format's version; the sum wraps
+        around at 2^bits.
         """
         begin = first // 32  # 32 codes fill whole words
         end = min(-(-(first + count) // 32) * self.bits, self.outputs * self.bits // 32)
@@ -77,9 +78,9 @@ class _Gptq:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a GPTQ checkpoint with one tensor in place of the parts of each quantized
-    matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or do not fit
-    together, and for unsupported settings.
+    """Returns name -> tensor of a GPTQ checkpoint with one tensor, `<module>.weight`, in place of the parts
+    of each quantized matrix; other tensors stay. settings: its quantization_config. Raises CheckpointError
+    for parts that are missing or do not fit together, and for unsupported settings.
     """
     named = str(settings.get("checkpoint_format") or "")
     if named not in _FORMATS:
@@ -128,7 +129,7 @@ def _matrix(parts: StoredParts) -> _Gptq:
 
 def _decision(matrices: list[_Gptq], named: int) -> tuple[int, str]:
     """Determines whether a GPTQ checkpoint stores zero points minus 1: by the mean of codes minus stored zero
-    points or, where that is neither near 0 nor near 1, by the version of the format that the checkpoint
+    points or, where that is not within 0.4 of 0 or 1, by the version of the format that the checkpoint
     states, `named`. Returns (number to add to stored zero points, remark for the log on how it was
     determined).
     """

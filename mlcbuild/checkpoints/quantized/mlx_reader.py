@@ -44,9 +44,10 @@ class _Affine:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of an MLX checkpoint with one tensor in place of the parts of each quantized
-    matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or do not fit
-    together, and for unsupported settings.
+    """Returns name -> tensor of an MLX checkpoint with one tensor, `<module>.weight`, in place of the parts
+    of each quantized matrix; other tensors stay. settings: its quantization_config, in which an object under
+    a module's name overrides bits and group_size. Raises CheckpointError for parts that are missing or do not
+    fit together, and for unsupported settings.
     """
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:

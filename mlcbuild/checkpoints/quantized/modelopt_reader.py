@@ -17,9 +17,9 @@ _USED = ("weight", "weight_scale", "weight_scale_2")
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a Model Optimizer checkpoint with one tensor in place of the parts of each
-    quantized matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or
-    do not fit together, and for unsupported settings.
+    """Returns name -> tensor of a Model Optimizer checkpoint with one tensor, `<module>.weight`, in place of
+    the parts of each quantized matrix; other tensors stay. settings: unused. Raises CheckpointError for parts
+    that are missing or do not fit together.
     """
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:
