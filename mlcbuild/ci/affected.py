@@ -70,8 +70,8 @@ class _Search:
             for node in pipeline.graph.nodes.values()
             if isinstance(node, Source)
         }
-        """Directory of source files, by the name of its node in the graph of build steps -> its changed and
-        deleted files, as paths relative to the directory.
+        """Name of the node, in the graph of build steps, of a directory of source files -> its changed files
+        and, for a checkpoint, its deleted ones, as paths relative to the directory.
         """
         self.presets = [
             (replace(target, name=""), f"the target preset {path.name} changed")
@@ -124,7 +124,9 @@ def _preset(name: str) -> Path | None:
 
 @lru_cache(maxsize=64)
 def _code(module: str) -> tuple[Path, ...]:
-    """Returns the source files of mlcbuild that determine the results of the actions in a module."""
+    """Returns the absolute paths of the source files of mlcbuild that determine the results of the actions in
+    a module.
+    """
     paths = []
     for name in code_files(module):
         path = module_path(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))

@@ -87,7 +87,7 @@ class Matrix:
 
 def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
     """Parses `--label target=runner` options into target -> label of a CI runner; the target may be `*`,
-    which stands for all targets.
+    which stands for all targets. Of several options for one target the last counts.
 
     targets: names of the targets that a recipe uses. Raises one UsageError with all problems: options of
     another form, and targets that are not among these.
@@ -114,8 +114,9 @@ def runner(target: Target, labels: Mapping[str, str]) -> str:
 
 
 def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
-    """Returns name of a build step -> reason, for each step that needs work. A step whose inputs are not
-    built yet gets the reason of the first of its direct dependencies that needs work."""
+    """Returns name of a build step -> reason, in the form "NAME: REASON", for each step that needs work. A
+    step whose inputs are not built yet gets the reason of the first of its direct dependencies that needs
+    work."""
     reasons: dict[str, str] = {}
     for planned in plan.steps:
         if planned.state == "run":
@@ -172,8 +173,8 @@ def shards(
 
 
 def github(jobs: Iterable[CiJob]) -> str:
-    """Returns CI jobs as a line for $GITHUB_OUTPUT, a JSON object with the list of jobs under "include",
-    which a GitHub workflow reads with fromJSON as its `matrix`."""
+    """Returns CI jobs as one line of JSON, an object with the list of jobs under "include". A GitHub workflow
+    writes it to $GITHUB_OUTPUT behind a name of its own, and reads it with fromJSON as its `matrix`."""
     return json.dumps({"include": [asdict(job) for job in jobs]}, ensure_ascii=False)
 
 

@@ -69,8 +69,8 @@ def joined(before: RunResult, after: RunResult) -> RunResult:
 
 def _later(first: dict[str, StepResult], steps: Iterable[StepResult]) -> list[StepResult]:
     """Returns the results of the build steps of a later phase of a shard (one machine's share of a build). A
-    step that it only reused, because an earlier phase of the shard had built it, keeps the earlier result.
-    first: name of a step -> result of an earlier phase; steps of the later phase are removed from it.
+    step that it only reused, and that an earlier phase of the shard had built or reused, keeps the earlier
+    result. first: name of a step -> result of an earlier phase; steps of the later phase are removed from it.
     """
     results = []
     for step in steps:

@@ -40,7 +40,9 @@ WEIGHTS: Mapping[str, int] = {
     "verify": 15_000,
     "bundle": 2_000,
 }
-"""First part of a build step's name -> milliseconds that are assumed if no duration is recorded."""
+"""First part of a build step's name -> milliseconds that are assumed if no duration of such a step is
+recorded. For other names OTHER is assumed.
+"""
 OTHER = 1_000
 TRIFLE = 2_000
 """Milliseconds of work below which one machine's share (shard) of a build repeats the work instead of waiting
@@ -86,7 +88,8 @@ class Split:
 
 def parse(text: str) -> tuple[int, int]:
     """Parses the number of one machine's share (shard) of a build, such as "2/3" into (2, 3), which is share
-    2 of 3. Raises UsageError for any other text, and for shares that do not exist, such as "0/3" and "4/3".
+    2 of 3. Raises UsageError for any other text, for shares that do not exist, such as "0/3" and "4/3", and
+    for numbers of more than four digits.
     """
     match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -96,7 +99,7 @@ def parse(text: str) -> tuple[int, int]:
 
 def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str, int]) -> Split:
     """Divides build steps and their dependencies into `count` shards (shares of the build, one for each
-    machine), and returns a Split. only: names of the steps; () means all steps.
+    machine), and returns a Split. only: names of steps in the graph; () means all steps.
 
     durations: name of a step -> milliseconds; a step that is missing there gets an estimate. The result is
     deterministic.
@@ -250,7 +253,7 @@ def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozens
 
 def place(recipe: Path) -> Path:
     """Returns the path of the file with the durations of a recipe's steps, which users commit together with
-    the recipe.
+    the recipe: RECIPE.durations.json for RECIPE.yaml.
     """
     return recipe.with_suffix(".durations.json")
 
