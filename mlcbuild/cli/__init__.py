@@ -1,8 +1,8 @@
 """The command line: one parser, and verbs implemented as functions that return an exit code.
 
-Exit codes: 0 ok, 1 a step failed, 2 bad usage or recipe, 3 this machine lacks something, 130 interrupted.
-This module imports nothing slow, so `--help` and error messages appear at once. A verb's module is imported
-when the verb is called.
+Exit codes: 0 ok, 1 a step or other work failed, 2 bad usage or recipe, 3 this machine lacks something, 130
+interrupted. This module imports nothing slow, so `--help` and error messages appear at once. A verb's module
+is imported when the verb is called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Configure = Callable[[argparse.ArgumentParser], None]
 @dataclass(frozen=True)
 class Verb:
     """A verb of the command line: `function` of `mlcbuild.cli.<module>` maps parsed arguments to an exit
-    code."""
+    code. `configure` lists functions that add arguments to the verb's parser."""
 
     module: str
     function: str
@@ -299,7 +299,8 @@ def _configure(one: argparse.ArgumentParser, verb: Verb) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code. argv: the arguments after the program's name; None:
     those of this process. An exception becomes an error message on stderr and never prints a traceback,
-    except that of a defect if MLCBUILD_DEBUG is set."""
+    except that of a defect if MLCBUILD_DEBUG is set. If the reader of standard output has closed it, there is
+    no message, and the code is 0, or 1 for `run`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     standard_streams.open_closed()
     try:

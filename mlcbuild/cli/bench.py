@@ -18,8 +18,9 @@ from mlcbuild.errors import UsageError
 
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 PER_CLIENT, OPEN_REQUESTS = 8, 100
-"""Default numbers of requests in a load test: of each client in a closed loop, where a client sends a request
-after the answer to the one before, and of all requests in an open loop, where nobody waits for answers.
+"""Default numbers of requests in a load test without a stated number or duration: of each client in a closed
+loop, where a client sends a request after the answer to the one before, and of all requests in an open loop,
+where nobody waits for answers.
 """
 
 
@@ -99,8 +100,9 @@ def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
 
 
 def _slo(listed: Sequence[str]) -> dict[str, float]:
-    """Parses the --slo options, such as "ttft=0.5", into metric -> limit in seconds. Raises UsageError for
-    any other text, an unknown metric, and a limit of 0 or less."""
+    """Parses the --slo options, such as "ttft=0.5", into metric -> limit in seconds; of several for a metric
+    the last counts. Raises UsageError for any other text, an unknown metric, and a limit that is not between
+    0 and 1e9."""
     limits = {}
     for text in listed:
         name, _, value = text.partition("=")

@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
 def build(arguments: argparse.Namespace) -> tuple[Session, Result]:
     """Runs the build steps that a command line selects, with a live view, and writes the outputs that CI
     systems read. Returns (the open recipe, the result of the run), also if steps failed. Raises UsageError if
-    an output cannot be written; this is checked before the run."""
+    an output cannot be written, which is checked before the run, and InputError for an invalid recipe."""
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import reporting
 
@@ -224,8 +224,8 @@ def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Resu
     """Writes a receipt (the list of everything on which a finished run depended), so that the same command
     line ends at once next time if there is nothing to do. began: start of the run, in ns since 1970.
 
-    It writes none after failures or warnings, with --json, --shard, --affected-by or --force, or if the run
-    writes a file for CI systems (--junit, --summary or $GITHUB_STEP_SUMMARY).
+    It writes none after failures or warnings, if a variant has no bundle, with --json, --shard, --affected-by
+    or --force, or if the run writes a file for CI systems (--junit, --summary or $GITHUB_STEP_SUMMARY).
     """
     from mlcbuild.cli import receipts, summaries
 

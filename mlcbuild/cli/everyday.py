@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def chat(arguments: argparse.Namespace) -> int:
     """Runs the verb `chat`: chats with a model, which is built or downloaded first where it is not installed.
-    Returns the exit code."""
+    Returns the exit code. Raises UsageError if the name refers to several bundles or to nothing."""
     from mlcbuild_runtime.chat import run
 
     return run(arguments, lambda name: _one(name, arguments))
@@ -41,7 +41,8 @@ def _one(name: str, arguments: argparse.Namespace) -> Path:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs the verb `serve`: serves models, which are built or downloaded first where they are not installed,
-    and returns the exit code. Raises UsageError for options that contradict each other."""
+    and returns the exit code. Raises UsageError for options that contradict each other, and for a new name
+    that is stated for several bundles."""
     from mlcbuild_runtime.http.arguments import options
     from mlcbuild_runtime.http.serve import serve as run
 
@@ -98,7 +99,9 @@ def _watch(stream: TextIO) -> AbstractContextManager[Reporter]:
 
 
 def listed(arguments: argparse.Namespace) -> int:
-    """Lists the installed models: name, scheme, size, last use and source."""
+    """Prints the installed models: name, scheme, size, last use and source, with --json also the bundle's
+    directory.
+    """
     from mlcbuild.cli.listing import show, table
     from mlcbuild.cli.store_access import ago
 

@@ -84,7 +84,7 @@ def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
 def _conclude(arguments: argparse.Namespace, sent: Iterable[Sent], more: Mapping[str, object]) -> int:
     """Prints the JSON document of `publish --json`, if the command line requests it, and returns the exit
     code: 1 if a bundle could not be sent. sent: for each bundle and address, the outcome and the number of
-    bytes sent; more: further fields of the document.
+    bytes sent; more: further fields of the document. Skipped bundles are not in it.
     """
     rows = [_row(item) for item in sent if item.status != "skipped"]
     if arguments.json:

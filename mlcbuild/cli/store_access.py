@@ -57,8 +57,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def ago(seconds: float) -> str:
-    """Formats the seconds since something was last used in the largest suitable unit up to days, such as "3
-    days ago"; "just now" for less than a minute."""
+    """Returns the seconds since something was last used, as text in the largest suitable unit up to days,
+    such as "3 days ago"; "just now" for less than a minute."""
     for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if (count := int(seconds // length)) >= 1:
             return f"{count} {name}{'s' if count > 1 else ''} ago"

@@ -25,7 +25,8 @@ from mlcbuild.store import upkeep
 
 def keys(arguments: argparse.Namespace) -> int:
     """Runs the verb `keys`: `keys new` creates the key with which step records and provenance are signed,
-    `keys show` reads it; both print its public half. Raises UsageError if there is no key to show."""
+    `keys show` reads it; both print its public half. Raises UsageError if there is no key to show, and for
+    `new` if the file exists or cannot be written."""
     path = Path(arguments.file) if arguments.file else keyfile.default_path()
     if arguments.action == "new":
         signer = keyfile.create(path)
