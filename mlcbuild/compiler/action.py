@@ -46,10 +46,10 @@ def compile_library(
     """Compiles a library and writes it (model.so, model.dylib or model.o) and its metadata library.json into
     the directory `out`. Prints kernels that are slow to standard error.
 
-    params has scheme, target and limits as JSON (a null context_window means the model's maximum), and
-    inputs["config"] is the directory with the converted config.json. Raises CompileError if a limit, the
-    target or the compiler prevents it, CheckpointError for an invalid config, SetupError if this machine
-    cannot link for the target.
+    params has scheme, target, limits (a null context_window means the model's maximum) and perhaps kv_cache
+    as JSON, and inputs["config"] is the directory with the converted config.json. Raises CompileError if a
+    limit, the target or the compiler prevents it, CheckpointError for an invalid config, SetupError if this
+    machine cannot link for the target.
     """
     request = read_request(params, inputs)
     toolchain.check(request.target)  # A missing linker is reported before the part that takes long.

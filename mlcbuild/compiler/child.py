@@ -31,7 +31,7 @@ PROGRESS = "progress"
 def main(backend: Callable[[], Build]) -> None:
     """Runs the child process: compiles request.json in the directory named by sys.argv[1], and writes the
     names of the object files to objects.json there. For an MlcbuildError it writes error.json, a list of the
-    error's class and message, and exits with code 1; other exceptions propagate.
+    name of the error's class and its message, and exits with code 1; other exceptions propagate.
 
     backend: function that imports a device's code generator and returns the function that compiles: (request
     as JSON, directory, callback that receives the name of each phase) -> object files.

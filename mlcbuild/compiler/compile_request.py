@@ -36,7 +36,9 @@ class CompileRequest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> CompileRequest:
-        """Returns the CompileRequest that a JSON object describes: the inverse of to_json."""
+        """Returns the CompileRequest that a JSON object describes: the inverse of to_json. The limits are not
+        checked.
+        """
         return cls(
             models.from_json(data["config"]),
             quant.from_json(data["scheme"]),
@@ -86,8 +88,8 @@ def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
 
 def _check(request: CompileRequest) -> None:
     """Raises one CompileError with all problems of a request: limits below 1 or beyond the model's positions,
-    an int8 KV cache that the model's attention does not allow, a target without shared libraries, overrides
-    without effect."""
+    an int8 KV cache that the model's attention does not allow, a shared library for a target that has none,
+    overrides without effect."""
     config, limits, target = request.config, request.limits, request.target
     faults = [
         f"compile.{name} must be at least 1, found {value}"

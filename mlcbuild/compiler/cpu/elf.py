@@ -14,7 +14,7 @@ def undefined(data: bytes) -> frozenset[str]:
     which may be absent, are left out.
 
     data: the bytes of the library. Raises ValueError if they are not a 64-bit little-endian ELF file,
-    struct.error if they are cut off.
+    ValueError or struct.error if they are cut off.
     """
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")

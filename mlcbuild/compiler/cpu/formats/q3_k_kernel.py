@@ -1,5 +1,6 @@
-"""CPU kernels that multiply int8 activations with 4-bit codes in tiles of 16 rows, with scales per group of
-16 weights, each the product of a float16 shared by 256 weights and an int8.
+"""CPU kernels for the stored format q3_k, which keeps the values of GGUF's Q3_K: int8 activations are
+multiplied with 4-bit codes in tiles of 16 rows, with a scale for each group of 16 weights, the product of a
+float16 shared by 256 weights and an int8.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -1,5 +1,5 @@
-"""CPU kernels that multiply float32 activations with 4-bit codes stored row by row, with a float32 scale per
-group of 32 weights.
+"""CPU kernels for the stored format q4f32 (mlc-llm's q4f32_1): float32 activations are multiplied with 4-bit
+codes, stored row by row with a float32 scale for each group of 32 weights.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -1,5 +1,6 @@
-"""CPU kernels that multiply int8 activations with 5-bit codes in tiles of 16 rows, with scales and minima per
-group of 32 weights, each the product of a float16 shared by 256 weights and a byte.
+"""CPU kernels for the stored format q5_k, which keeps the values of GGUF's Q5_K: int8 activations are
+multiplied with 5-bit codes in tiles of 16 rows, with a scale and a minimum for each group of 32 weights, the
+products of float16s shared by 256 weights and an int8 or uint8.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -1,5 +1,5 @@
-"""CPU kernels that multiply int8 activations with 5-bit codes in tiles of 16 rows, with a signed float16
-scale per group of 32 weights.
+"""CPU kernels for the stored format q5s, to which mlcbuild quantizes float weights: int8 activations are
+multiplied with 5-bit codes in tiles of 16 rows, with a signed float16 scale for each group of 32 weights.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

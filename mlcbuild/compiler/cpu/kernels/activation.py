@@ -16,8 +16,8 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, size
 from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
-"""Maximum number of rows for which one core alone computes the activation function, since waking the other
-cores would take longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
+"""Maximum number of rows for which one core alone runs a kernel that works element by element, since waking
+the other cores would take longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,9 @@ def scaled(isa: ISA, factor: float, width: int) -> PrimFunc:
 
 
 def biased(isa: ISA, width: int, dtype: str) -> PrimFunc:
-    """Returns the kernel (bias [width], x float32 [n, width]) that adds the bias to x, in place."""
+    """Returns the kernel (bias [width], x float32 [n, width]) that adds the bias to x, in place. dtype:
+    stored type of the bias.
+    """
     floats = Floats.dividing(isa, width)
     with kernel("add_bias") as emitter:
         rows = size_var("n")

@@ -116,8 +116,8 @@ class Shape:
 
     def sums_at(self, pair: Expr, block: Expr) -> Expr:
         """Returns the row, in a thread's buffer of sums float32 [.., 32], at which a 32 x 32 block of results
-        starts. pair: number of the block's 32 columns; block: number of its 32 rows of x. If k is not divided
-        into passes, blocks use two places in turn: one is written while the next is computed."""
+        starts. pair, block: numbers of the block's 32 columns and 32 rows among the thread's. If k is not
+        divided into passes, blocks use two places in turn: one is written while the next is computed."""
         if self.passes == 1:
             return T.truncmod(block, i64(2)) * BLOCK
         return (pair * (CHUNK // BLOCK) + block) * BLOCK
@@ -285,7 +285,7 @@ def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
 def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
     """Emits code that adds the products of 32 rows of x (`block`) with two tiles of weights to a thread's
     sums. fresh: condition under which sums start at zero; None: always. For the first block the code also
-    converts weights to tiles, for later ones it also writes the results of the block before."""
+    converts weights to tiles, for later ones, in the last pass, it writes the results of the block before."""
     task = pair.task
     row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
     ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))

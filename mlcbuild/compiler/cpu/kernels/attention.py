@@ -45,9 +45,9 @@ SHORT = 4
 """Maximum new tokens per sequence, on average, with which reading the KV cache limits attention."""
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
-"""The location of keys or values in the KV cache: (buffer of all pages, layer, page's index, KV head)."""
+"""The place of keys or values in the KV cache: (buffer of all pages, layer, page's index in it, KV head)."""
 _Ahead = tuple[Expr, Expr]
-"""A KV cache page to prefetch: (condition under which it is prefetched, index of the page)."""
+"""A page to prefetch: (condition under which it is prefetched, its index in the buffer of all pages)."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,8 @@ def _read_keys(task: _Task, step: _Step) -> None:
 def _read_values(task: _Task, step: _Step) -> None:
     """Emits code that reads the value vectors of 64 tokens from the KV cache and stores them as bfloat16 AMX
     tiles in `task.values`; each column of a tile holds one element of the vectors. Values of tokens that were
-    never written may be NaN, which would survive a weight of zero, so zeros replace them.
+    never written may be NaN, which would survive a weight of zero, so zeros replace them; only the conversion
+    of float16 makes no NaN.
     """
     call = task.call
     with T.serial(PAGES // 2) as pair:

@@ -25,7 +25,9 @@ FIXED = 75
 whichever core is free. This dynamic part made prompts 5 to 8 % faster (`ci/bench/cpu`, two cores of Zen 4).
 """
 _AWAY = 8
-"""Number of int64 values by which a shared counter is padded to whole cache lines, against false sharing."""
+"""Number of int64 values before a shared counter, and after it, that fill its cache lines, against false
+sharing.
+"""
 
 
 def one_launch() -> AbstractContextManager[None]:
@@ -48,7 +50,8 @@ def before_others() -> AbstractContextManager[None]:
 
 def counter() -> Buffer:
     """Emits a shared counter with the value zero, from which cores take the iterations of one parallel loop,
-    and returns its buffer, int64. The counter must be created before the cores are launched.
+    and returns its buffer, int64, for `shared`: padding surrounds the counter. It must be created before the
+    cores are launched.
     """
     values = T.alloc_buffer((2 * _AWAY + 1,), "int64")
     T.buffer_store(values, i64(0), [_AWAY])

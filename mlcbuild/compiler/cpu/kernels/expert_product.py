@@ -257,7 +257,7 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
     """Returns the percentage of a parallel loop's iterations that are assigned to cores statically: 100 if
-    the batch uses no more experts than one row chooses, else the default of all kernels.
+    the batch uses no more experts than one row chooses, else FIXED (75), the default of all kernels.
     """
     return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))
 

@@ -154,7 +154,8 @@ def streamed_batch(form: RowFormat) -> int:
 
 def product(form: RowFormat, fusion: Fusion) -> PrimFunc:
     """Returns the kernel (tensors from which x [m, k] is computed, stored weights W [n, k], bias float32 [n]
-    if fused, out float32 [m, n]) of x @ W.T. The order of a sum, and so its last bits, depend on m."""
+    if fused, out float32 [m, n], to which the product is added if a residual is fused) of x @ W.T. Sums of up
+    to 16 rows have the bits of a single row's; those of more rows have another order."""
 
     def multiply(call: FloatCall, lines: Buffer) -> None:
         with T.If(call.m == 1):
@@ -362,9 +363,8 @@ def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
 
 
 def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
-    """Emits code that unpacks a part of a weight row to float32, in the order of packed x, and writes it to
-    row `r` of the buffer `scratch`. index: number of the group of weight rows that are unpacked together; r:
-    the row's index in this group; chunk: the range of the row's blocks along k to unpack."""
+    """Emits code that unpacks the blocks `chunk` of a weight row to float32, in the order of packed x, into
+    row `r` of `scratch`. index: number of the group of weight rows in `scratch`; r: index in the group."""
     form = call.form
     row = call.row(index * block_rows(form.n) + r)
     with T.serial(0, chunk.count) as b:
