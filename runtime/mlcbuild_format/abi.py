@@ -175,8 +175,8 @@ EMBED = Function("embed", (_TOKENS, PARAMS))
 an int32 tensor."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
 """The library function that runs the model on a batch, samples a token from each row of logits into
-`sampled`, and returns the masked logits, float32 [1, q, vocab]. It then makes the copies that `forks` lists
-in the KV cache. A row of logits has the same bits whatever else is in the batch.
+`sampled`, and returns the masked logits, float32 [1, q, vocab]. It also makes the copies in the KV cache that
+`forks` lists. A row of logits has the same bits whatever else is in the batch.
 """
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
 """The library function for steps whose tokens belong to prompts: it runs the model on a batch, samples a

@@ -18,7 +18,8 @@ def parse(text: str) -> int:
 
 
 def show(count: float) -> str:
-    """Returns a number of bytes as a short text for people, such as 812 B, 3.1 MB or 16.4 GB."""
+    """Returns a number of bytes as a short text for people, such as 812 B, 3.1 MB or 16.4 GB, with powers of
+    1000 up to TB."""
     step = 0
     while count >= 1000 and step < len(_UNITS) - 1:
         count, step = count / 1000, step + 1

@@ -23,7 +23,7 @@ class WeightsHeader:
 
 def read_header(path: Path) -> WeightsHeader:
     """Returns the header of a weights file after checking that its tensors fill the file. Raises BundleError
-    for a damaged file."""
+    for a file that is missing, unreadable, damaged, or of another kind or version."""
     try:
         return _header(safetensors.read_header(path))
     except OSError as error:
