@@ -37,9 +37,10 @@ def chat(path: Path | str, threads: int | None = None, options: ChatOptions | No
     """Chats with the bundle in directory `path`, or with the server at the URL `path`; returns the exit code.
 
     On a terminal there is a prompt; otherwise every line of input is a message or a command, and only answers
-    are written. The exit code is 1 if a message of such an input could not be answered, and 130 after Ctrl-C.
-    If the model cannot be loaded, or cannot answer the only message, the error is printed and its exit code
-    returned.
+    are written. The exit code is 1 if a message or command of such an input failed, or if the reader of the
+    output closed it, 2 if the only message is to be read from standard input and that is empty, and 130 after
+    Ctrl-C that interrupts no answer on a terminal. If the model cannot be loaded, or cannot answer the only
+    message, the error is printed and its exit code returned.
     """
     from mlcbuild_runtime.chat.conversation import converse
 

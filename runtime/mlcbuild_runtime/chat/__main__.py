@@ -15,8 +15,8 @@ from mlcbuild_runtime.locations import directories
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command line `mlcbuild-chat` and returns the exit code. words: its arguments; None: those of
-    the process.
+    """Runs the command line `mlcbuild-chat` and returns the exit code; raises SystemExit after --help and for
+    invalid arguments. words: its arguments; None: those of the process.
     """
     parser = argparse.ArgumentParser(
         prog="mlcbuild-chat",

@@ -62,9 +62,9 @@ class Conversation:
 
     def answer(self, message: str) -> None:
         """Sends the user's message to the model, prints the answer as it arrives, and adds both to the chat.
-        The reasoning before the answer is only printed. Ctrl-C on a terminal ends the answer; what has
-        arrived of it is kept. Raises ServingError if the model cannot answer; the chat then stays as it
-        was."""
+        The reasoning before the answer is only printed; if nothing follows it, a hint is written to stderr.
+        Ctrl-C on a terminal ends the answer; what has arrived of it is kept. Otherwise Ctrl-C raises
+        KeyboardInterrupt. Raises ServingError if the model cannot answer; the chat then stays as it was."""
         asked: list[Json] = [*self.history, {"role": "user", "content": message}]
         parts: list[AnswerPart] = []
         answer = self.model.answer(self._with_system(asked), self.settings)
@@ -190,9 +190,9 @@ def _value(text: str) -> Json:
 
 def converse(model: ChatModel, options: ChatOptions) -> int:
     """Holds a chat with a model on the terminal, or with piped input, until the input ends, and returns the
-    exit code: 1 if a piped message could not be answered, 2 if the only message was to be read from an empty
-    input, else 0. options: settings with which the chat begins. Raises ServingError if the model refuses
-    them, or cannot answer the only message."""
+    exit code: 1 if a piped message could not be answered or a piped command failed, 2 if the only message was
+    to be read from an empty input, else 0. options: settings with which the chat begins. Raises ServingError
+    if the model refuses them, or cannot answer the only message."""
     show = sys.stdout.isatty()
     terminal = show and sys.stdin.isatty() and options.prompt is None
     rendered = printer(sys.stdout) if show and not options.plain else plain_printer(sys.stdout, show)

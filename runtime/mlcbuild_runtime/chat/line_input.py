@@ -63,8 +63,9 @@ def messages(read: ReadLine) -> Iterator[str]:
 
 @contextlib.contextmanager
 def typed(words: Mapping[str, Sequence[str]]) -> Iterator[ReadLine]:
-    """Returns a context that yields a function which reads lines from a terminal, with a history and
-    completion by Tab. Ctrl-C discards the message that was begun.
+    """Returns a context that yields a function which reads lines from a terminal, with a history, saved at
+    the end, and completion by Tab (neither for a Python without readline). Ctrl-C discards the message that
+    was begun.
 
     words: completions: "" -> words with which a line may begin, first word of a line -> words that may follow
     it.
@@ -90,8 +91,9 @@ def _read_typed(continued: bool) -> str | None:
 
 
 def _prepare_readline(words: Mapping[str, Sequence[str]]) -> None:
-    """Sets up history and completion of lines for Python's input(). words: completions for Tab. Raises
-    ImportError for a Python without readline."""
+    """Sets up history and completion of lines for Python's input(). words: completions for Tab, "" -> words
+    with which a line may begin, first word of a line -> words that may follow it. Raises ImportError for a
+    Python without readline."""
     import readline
 
     def complete(text: str, state: int) -> str | None:
@@ -109,7 +111,8 @@ def _prepare_readline(words: Mapping[str, Sequence[str]]) -> None:
 
 
 def _save_history() -> None:
-    """Writes the input history for later chats. A chat continues if that is impossible."""
+    """Writes the last 1000 lines of the input history for later chats. A chat continues if that is
+    impossible."""
     path = history_path()
     readline = sys.modules.get("readline")
     if path is None or readline is None:
@@ -136,7 +139,8 @@ def history_path() -> Path | None:
 def _alarms() -> Iterator[None]:
     """Returns a context in which a timer interrupts, every PATIENCE seconds, the system call with which
     Python's input() waits for a key press; input() then repeats it. So a Ctrl-C that arrives between Python's
-    last check for signals and the system call is noticed."""
+    last check for signals and the system call is noticed. Must be used on the main thread, which alone may
+    set signal handlers."""
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE, PATIENCE)
     try:

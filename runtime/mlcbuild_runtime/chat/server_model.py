@@ -94,8 +94,9 @@ class ServerModel:
 
     def _pieces(self, response: HTTPResponse) -> Generator[AnswerPart, None, None]:
         """Yields the reasoning and the text of an answer in parts, as they arrive in a server's response, a
-        stream of server-sent events. Raises SetupError if the response is no such stream, RequestError if an
-        event states an error."""
+        stream of server-sent events. A stream that closes without its end mark, [DONE], ends the answer
+        without an error. Raises SetupError if the response is no such stream, RequestError if an event states
+        an error."""
         has_event = False
         while line := response.readline(_LARGEST + 1):
             if len(line) > _LARGEST:
@@ -141,7 +142,8 @@ class ServerModel:
 
     def _document(self, path: str) -> Mapping[str, Json]:
         """Returns the JSON object that the server sends for a GET request of the URL path `path`. Raises
-        SetupError if the server cannot be reached or sends anything else, RequestError if it refuses."""
+        SetupError if the server cannot be reached or sends anything else or more than 16 MiB, RequestError if
+        the server's status is not 200 or the address is malformed."""
         connection = self._connection()
         with closing(connection):
             response = self._send(connection, "GET", path, None)
@@ -169,7 +171,7 @@ class ServerModel:
         self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Json] | None
     ) -> HTTPResponse:
         """Sends an HTTP request to the server of a chat and returns its response. Raises SetupError if the
-        server cannot be reached, RequestError if it refuses."""
+        server cannot be reached, RequestError for any status but 200."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -216,7 +218,8 @@ def _parsed(data: bytes) -> Mapping[str, Json]:
 
 
 def _refusal(data: bytes) -> str:
-    """Returns the message in a server's error document, or the bytes as text if they are no such document."""
+    """Returns the message in a server's error document, or the first 200 bytes as text if they are no such
+    document."""
     try:
         return _message(_parsed(data).get("error"))
     except ServingError:
