@@ -221,10 +221,10 @@ class Grammars:
     def compiled(self, constraint: Constraint, message: bool) -> Compiled:
         """Returns the compiled constraint, waiting for it if another thread compiles the same one already.
 
-        Raises RequestError, with the reason, if it cannot be compiled, or too many others wait (status 503),
-        and SetupError if no child process can be started to try it. `message` is true if the answer is a
-        whole message: where the tokenizer puts a space before a text, such an answer may begin with one,
-        which is not part of the text.
+        Raises RequestError, with the reason, if it cannot be compiled, if the model has no end-of-sequence
+        token, or if too many others wait (status 503), and SetupError if no child process can be started to
+        try it. `message` is true if the answer is a whole message: where the tokenizer puts a space before a
+        text, such an answer may begin with one, which is not part of the text.
         """
         if not self._ends:
             raise RequestError(

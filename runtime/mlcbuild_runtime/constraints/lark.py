@@ -29,15 +29,16 @@ def in_lark(constraint: Constraint, space: bool) -> str:
 
 
 def as_rule(constraint: Constraint) -> str:
-    """Returns a JSON schema or a regular expression as an expression of llguidance's Lark grammars."""
+    """Returns a constraint, which must be a JSON schema or a regular expression, as an expression of
+    llguidance's Lark grammars."""
     if constraint.kind == "json_schema":
         return f"%json {constraint.source}"
     return f"/{_slashes_escaped(constraint.source)}/"
 
 
 def _slashes_escaped(regex: str) -> str:
-    """Returns a regular expression with slashes and line feeds escaped, since they would end a regular
-    expression in Lark."""
+    """Returns a regular expression with slashes and line feeds escaped by a backslash unless they are
+    already, since they would end a regular expression in Lark."""
     text, escaped = "", False
     for letter in regex:
         if letter in "/\n" and not escaped:

@@ -106,7 +106,8 @@ class Trial:
 
 def work() -> None:
     """Runs the child process that compiles constraints on trial: reads a vocabulary, then one JSON object
-    with a grammar per line, until its input ends; writes a line with the outcome of each."""
+    with a grammar per line, until its input ends; writes the line `true` when it is ready, and then a line
+    with the outcome of each grammar as JSON, null for one that reaches a limit."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = json.loads(source.readline())
     os.nice(vocabulary["niceness"])
@@ -130,7 +131,8 @@ def work() -> None:
 
 def _plain(tokens: Tokens, tokenizer: LLTokenizer) -> float:
     """Returns the CPU seconds for compiling a plain JSON schema and following it for some tokens in a fork of
-    this process: the least of three measurements, because a busy machine adds to some of them."""
+    this process: the least of three measurements, because a busy machine adds to some of them; infinity if
+    all three fail."""
     outcomes = [_forked(tokens, tokenizer, PLAIN, PATIENCE) for _ in range(3)]
     return min((outcome["seconds"] for outcome in outcomes if outcome), default=math.inf)
 
@@ -199,7 +201,7 @@ def _peak() -> int:
 
 def _limit(seconds: float) -> None:
     """Limits the CPU seconds and the memory of this forked process. At a limit the system ends it before it
-    writes an outcome."""
+    writes an outcome. Its stderr is discarded."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     signal.setitimer(signal.ITIMER_PROF, seconds)  # Its signal ends the process.
     limit_memory(MEMORY + (32 << 20))
