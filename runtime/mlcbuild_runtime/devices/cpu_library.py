@@ -114,7 +114,7 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
 def try_out(path: Path, manifest: Manifest) -> None:
     """Loads the library of a bundle, without weights, to see whether it can be loaded: damaged code may end
     the process. The TVM runtime of this process then has one thread. Raises BundleError if the library cannot
-    be loaded or is for another machine, SetupError if the TVM runtime is missing."""
+    be loaded or is for another machine, SetupError if the TVM runtime is missing or cannot be loaded."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")

@@ -53,7 +53,8 @@ def adapters() -> list[Any]:
 
 
 def describe(adapter: Any) -> str:
-    """Returns the name of a GPU adapter for messages."""
+    """Returns the name of a GPU adapter for messages, with the interface through which it is used, such as
+    "NVIDIA H100 PCIe (Vulkan)"."""
     return f"{adapter.info['device']} ({adapter.info['backend_type']})"
 
 
@@ -80,8 +81,8 @@ def choose(name: str | None = None) -> Any:
 
 
 def limits(adapter: Any) -> DeviceLimits:
-    """Returns the limits of a GPU adapter. The alignment of offsets is always 256, which every device
-    accepts."""
+    """Returns the limits of a GPU adapter; those that it does not report are what WebGPU guarantees. The
+    alignment of offsets is always 256, which every device accepts."""
     values = {field: int(adapter.limits[name]) for name, field in _LIMITS.items() if name in adapter.limits}
     return DeviceLimits(**values, alignment=GUARANTEED.alignment)
 

@@ -74,7 +74,7 @@ def tiles(step: ModelStep) -> list[tuple[int, int]]:
 
 def mask_words(masks: Masks, vocab: int) -> NDArray[np.int32]:
     """Returns logit masks as the int32 words that a GPU program reads: for each mask the index of its row of
-    logits, then one bit per token of the vocabulary."""
+    logits, then one bit per token of the vocabulary, lowest token first, 1 if it is allowed."""
     words = -(-vocab // abi.MASK_WORD)
     block = np.empty((len(masks), 1 + words), np.int32)
     for index, (row, mask) in enumerate(masks):

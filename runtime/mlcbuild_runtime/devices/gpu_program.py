@@ -45,7 +45,7 @@ minUniformBufferOffsetAlignment."""
 
 def read(path: Path, manifest: Manifest) -> Program:
     """Returns the GPU program of the bundle in directory `path` after checking it. Raises BundleError for a
-    program that is damaged or belongs to another bundle."""
+    program that is missing, damaged, larger than 16 MiB, or belongs to another bundle."""
     file = path / manifest.library
     data = files.read_bytes(file, MAX_PROGRAM)
     try:

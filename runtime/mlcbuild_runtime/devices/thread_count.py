@@ -61,7 +61,7 @@ def default_processors(root: Path = Path("/")) -> frozenset[int]:
 
 def stay_on_socket() -> None:
     """Restricts the calling thread, and the threads it starts, to the processors of the socket that computes
-    fastest; only on Linux."""
+    fastest; only on Linux, and only if the system permits it."""
     if sys.platform == "linux":
         with suppress(OSError):  # A sandbox may forbid it; the threads then move between sockets.
             os.sched_setaffinity(0, default_processors())

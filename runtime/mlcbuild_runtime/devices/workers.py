@@ -126,7 +126,7 @@ class Workers:
 
     def _fitting(self, count: int) -> int:
         """Returns the largest of the numbers of threads `count`, `count` / 2, ... for which each thread has a
-        free core; at least 1."""
+        free core, at least 1; `count` itself if the system does not report free cores."""
         if (free := self._free(count)) is not None:
             while count > max(1, free):
                 count //= 2
