@@ -24,8 +24,8 @@ class DraftState:
         """Number of tokens, counted from the start of the sequence and with draft tokens included, whose keys
         and values are in the draft model's KV cache."""
         self.doubts: list[tuple[float, int]] = []
-        """For each token drafted by a draft model: (its logit minus the second largest logit, the token with
-        the second largest logit)."""
+        """For each token of the present draft, in order, if a draft model proposed it: (its logit minus the
+        second largest logit, the token with the second largest logit)."""
         self.credit, self.odds = Credit(), Odds()
         self.lookup, self.prediction = Lookup(), Prediction(prediction)
         self.accepted = self.rejected = 0

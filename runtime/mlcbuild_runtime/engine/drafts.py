@@ -230,8 +230,9 @@ class Prices:
     def observe(self, batch: int, drafted: int, seconds: float, branched: int = 0) -> None:
         """Records the measured time of a step; how many tokens are drafted follows from these times. batch:
         number of tokens that the step computed besides draft tokens; drafted: number of draft tokens;
-        branched: number of further draft tokens on branches, alternatives to the drafts; seconds: device time
-        of the step and of drafting."""
+        branched: number of further draft tokens on branches, alternatives to the drafts; seconds: time of the
+        step and of drafting, as the executor measures it: CPU time of the engine's thread on CPUs, wall time
+        on GPUs."""
         kind = batch, drafted, branched
         self._best[kind] = min(seconds, self._best.get(kind, math.inf) * self._FORGET)
         self._tried[kind] += 1

@@ -117,7 +117,7 @@ class Loop:
         if not any(map(speculation.concerns, ready)):
             self._decode_plain(parts)
             return
-        # Device time, not wall time: other processes' work must not count as the cost of a draft.
+        # On CPUs this is CPU time, so that other processes' work does not count as the cost of a draft.
         rows, begun = sum(count for _, count in parts), self._executor.seconds()
         allotted = speculation.allot(ready, rows)
         stretched = [(sequence, self._schedule.stretch(sequence, count)) for sequence, count in allotted]

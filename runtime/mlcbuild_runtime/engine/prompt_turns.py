@@ -21,13 +21,13 @@ TURN_SECONDS = 0.25
 `ci/bench/turns`: at 850 prompt tokens/s, 0.15 s lets 16 clients that come at once wait 12 % longer for their
 first tokens (p90), since more decode steps come in between."""
 ROW_MULTIPLE = 16
-"""The prompt tokens that are computed between two decode steps are a multiple of this number: the rows that
-the widest int8 kernels compute together."""
+"""While other requests run, the maximum number of prompt tokens between two decode steps is a multiple of
+this number (or the engine's maximum): the rows that the widest int8 kernels compute together."""
 SMALLEST = 64
-"""Minimum number of prompt tokens that are computed between two decode steps. With fewer, int8 matrix
-products wait for the weights, 4.5 bits each, which are read once for all tokens: 0.035 bytes for each
-multiplication with 16 tokens, 0.009 with 64. `ci/bench/constants --bundle BUNDLE prompt_turns.SMALLEST`
-compares the cost of a token."""
+"""Smallest value of the maximum number of prompt tokens that are computed between two decode steps, unless
+the engine's maximum is smaller. With fewer, int8 matrix products wait for the weights, 4.5 bits each, which
+are read once for all tokens: 0.035 bytes for each multiplication with 16 tokens, 0.009 with 64.
+`ci/bench/constants --bundle BUNDLE prompt_turns.SMALLEST` compares the cost of a token."""
 
 
 class TurnLength:
@@ -42,7 +42,7 @@ class TurnLength:
 
     def tokens(self, alone: bool) -> int:
         """Returns the maximum number of prompt tokens to compute before the next decode step. alone: True if
-        no other request runs or waits."""
+        no other request runs or waits; the number is then the largest possible."""
         if alone or not self._token_seconds:
             return self._limit
         whole_tiles = int(TURN_SECONDS / self._token_seconds) // ROW_MULTIPLE * ROW_MULTIPLE

@@ -31,8 +31,8 @@ class Request:
     message: bool = False
     """True if the answer is a whole message; False if it continues the prompt's text."""
     logprobs: int | None = None
-    """Number of alternative tokens whose log-probabilities are reported for each token; None: no
-    log-probabilities are reported.
+    """Number of most likely tokens whose log-probabilities are reported for each position of the answer,
+    beside that of the answer's token; None: no log-probabilities are reported.
     """
     prompt_logprobs: bool = False
     """True if log-probabilities of the prompt's tokens are reported, too. Other requests then do not share
@@ -111,7 +111,7 @@ class Ticket:
         number the request pauses."""
         self.cancelled = False
         self.delivered = 0
-        """Number of events (tokens of the answer) that were delivered to the client."""
+        """Number of events (tokens of the answer, or the end) that were delivered to the client."""
         self._read, self._wake, self._window = 0, wake, window
 
     def cancel(self) -> None:
@@ -186,7 +186,8 @@ class State(Work):
 
 
 def late(timeout: float | None) -> RequestError:
-    """Returns the error of a request that is not finished after `timeout` seconds."""
+    """Returns the error (code "timeout", status 504) of a request that is not finished after `timeout`
+    seconds."""
     return RequestError(
         f"the request was not finished after {timeout:g} s: send a shorter one, or raise --timeout",
         code="timeout",

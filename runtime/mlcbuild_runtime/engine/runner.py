@@ -97,7 +97,8 @@ class Runner:
 
     def pool(self, parts: List[Part]) -> None:
         """Computes the next prompt tokens of sequences whose answer is an embedding, and delivers the
-        embeddings that are complete. parts: (sequence, number of tokens to compute)."""
+        embeddings that are complete. parts: (sequence, number of tokens to compute). If the computation
+        raises an exception, the requests end with an error."""
         if not parts:
             return
         step, inputs = self._step_of(parts, None, prompt=True)
