@@ -29,7 +29,7 @@ class LibraryMemory:
     workspace: int
     """Maximum number of bytes that the library's calls allocate in addition to weights and KV cache: the
     buffers between kernels, with logits for at most max_batch rows, and the scratch buffers of kernels on one
-    thread. The memory is allocated once and kept."""
+    thread. The memory is allocated once and kept. For a GPU program, the bytes of all other buffers."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,12 @@ class LibraryCode:
     """
     memory: LibraryMemory
     kernels: Mapping[str, str]
-    """Use of a kernel, such as a kind of matrix or attention -> name of the kernel."""
+    """Use of a kernel, such as a kind of matrix or attention -> name of the kernel; in GPU programs, name of
+    a kernel -> its file.
+    """
     fallbacks: Mapping[str, str]
     """Use of a kernel, such as a kind of matrix or attention -> the reason why its kernel is slower than the
-    best; other uses are left out.
+    best; other uses are left out. It is empty for GPU programs.
     """
 
 

@@ -50,7 +50,8 @@ class CallSizes:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Returns name of a size -> its maximum in one call of a GPU program: n rows, q rows of logits, t
-        tiles of prompt rows, f copies of pages (forks), m logit masks, and pages of the KV cache.
+        tiles of up to 32 prompt rows of one sequence, f copies of pages (forks), m logit masks, and pages of
+        the KV cache.
         """
         return {
             "n": max(self.limits.rows, self.decode_rows),
@@ -70,8 +71,9 @@ class CallSizes:
 
     @cached_property
     def sections(self) -> dict[str, Section]:
-        """Returns input name, such as tokens or positions -> the input's section, which is its offset and
-        size in int32 words, in the one buffer that holds all inputs of a call of a GPU program."""
+        """Returns input name, such as tokens or positions -> the input's section, its offset and its size (an
+        expression of the call's sizes) in int32 words, in the one buffer that holds all inputs of a call of a
+        GPU program."""
         sizes: dict[str, Expression] = {
             "count": 1,
             "tokens": "n",

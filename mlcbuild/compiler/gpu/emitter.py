@@ -61,9 +61,10 @@ class Emitter:
     _names: dict[object, str] = field(default_factory=dict)
 
     def kernel(self, make: Make, *arguments: object) -> str:
-        """Adds the kernel that `make(name, *arguments)` builds to the program, and returns the name that it
-        was given. Equal arguments give the same kernel, which is built and lowered once. Raises CompileError
-        for a kernel that the dialect cannot express.
+        """Adds the kernel that `make(name, *arguments)` builds to the program, and returns its name, that of
+        `make` with a number. Equal arguments give the same kernel, which is built and lowered once. Raises
+        CompileError if a scalar of the kernel has a name that WGSL reserves, or if it does not use one of its
+        buffers.
         """
         case = (make.__name__, arguments)
         if case not in self._names:
@@ -109,9 +110,9 @@ class Emitter:
     def launch(
         self, kernel: str, scalars: Mapping[str, Expression], buffers: Mapping[str, str | BoundBuffer]
     ) -> Launch:
-        """Returns a launch of the kernel with the name `kernel`. scalars: name of a scalar in the kernel ->
-        value; names that the kernel lacks are ignored; buffers: name of a buffer in the kernel -> name of the
-        program's buffer to bind, or a part of it.
+        """Returns a launch of the program's kernel with the name `kernel`. scalars: name of a scalar in the
+        kernel -> value; names that the kernel lacks are ignored; buffers: name of a buffer in the kernel ->
+        name of the program's buffer to bind, or a part of it.
 
         Raises CompileError if a scalar is missing, or if the buffer names differ from those that the kernel
         declares.

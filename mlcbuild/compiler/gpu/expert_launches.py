@@ -49,7 +49,7 @@ def expert_columns(block: Experts, hidden: int) -> dict[str, int]:
 
 def most_tiles(block: Experts, rows: Expression) -> Expression:
     """Returns an expression for the maximum number of tiles into which the expert choices of `rows` rows are
-    divided; a tile has choices of one expert only.
+    divided; a tile has up to 64 choices, of one expert only.
     """
     return ("add", ("div", ("mul", rows, block.chosen), TILE), block.count)
 

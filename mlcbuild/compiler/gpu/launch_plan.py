@@ -30,7 +30,7 @@ class GpuDecoder:
 
     def emit(self) -> Program:
         """Builds and returns the GPU program of the model. Afterwards self.build.emitter holds the source
-        texts of its kernels.
+        texts of its kernels. Raises CompileError if a kernel cannot be compiled.
         """
         build = self.build
         calls, emitter, config = build.calls, build.emitter, build.config

@@ -113,7 +113,8 @@ class LaunchBuilder:
 
     def parts(self, name: str) -> list[tuple[int, int]]:
         """Returns (first row, number of rows) of each part of the matrix `name` that kernels bind separately;
-        there is one part unless the matrix is larger than a device can bind.
+        there is one part unless the matrix is larger than a device can bind. Parts begin at multiples of 128
+        rows.
         """
         rows = self.rows(name)
         row = max(self.row_bytes(name))
@@ -189,7 +190,7 @@ class LaunchBuilder:
     ) -> list[Launch]:
         """Returns the kernel launches that compute norm(x) W^T, where x is the residual stream, into the
         buffer `out`. In decoding, a sum whose addition to x was postponed is added first, by the same kernel
-        if possible.
+        if possible, and `self.stream` records the buffer that then holds x.
 
         name: name of the matrix W; norm_name: prefix of the names of the norm's parameters; rows: rows of x
         per workgroup in decoding; None: launches for prompts, which read norm(x) from the buffer `normed`;
@@ -263,5 +264,7 @@ class LaunchBuilder:
 
 
 def bias_of(name: str) -> str:
-    """Returns the name of the bias that belongs to the weight `name`."""
+    """Returns the name of the bias that belongs to the weight `name`, with "bias" in place of "weight" at the
+    end.
+    """
     return name.removesuffix("weight") + "bias"

@@ -1,8 +1,9 @@
 """Translates the attention and the feed-forward of a layer into kernel launches for a GPU.
 
-In decoding a dense layer is seven launches: product for queries, keys and values; rotation of heads and
-update of the KV cache; attention; combination of its splits; output product; normalized and gated product;
-the last product. A norm after attention or feed-forward (Gemma 2) is computed by the product that follows.
+In decoding a dense layer is eight launches: product for queries, keys and values; rotation of heads and
+update of the KV cache; copies of pages, if a call has any; attention; combination of its splits; output
+product; normalized and gated product; the last product. A norm after attention or feed-forward (Gemma 2) is
+computed by the product that follows.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class LayerHalf:
 
 
 def layer_launches(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the kernel launches that compute one layer of the model, the one with the number `index`. rows:
-    how many rows of activations one workgroup multiplies in the matrix-vector products of decoding; None:
-    launches for prompts."""
+    """Returns the kernel launches that compute one layer of the model, the one with the number `index`. For
+    decoding it must be called for the layers in order, since `build.stream` records where the residual stream
+    is. rows: how many rows of activations one workgroup multiplies in the matrix-vector products of decoding;
+    None: launches for prompts."""
     mixer = LayerHalf(*attention_launches(build, index, layer, rows))
     feed_forward = _feed_forward(build, index, layer, rows)
     if layer.residual == "sequential":

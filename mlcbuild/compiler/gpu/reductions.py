@@ -23,9 +23,9 @@ def reduced(
     k: KernelBuilder, values: Sequence[Value], scratch: Sequence[Value], at: tuple[Value, int], how: Operation
 ) -> list[Value]:
     """Emits the sum or maximum (`how`) of each of several values over every run of consecutive threads in a
-    workgroup, and returns the results, which all threads of a run have. values: one number of each thread;
-    scratch: an array in shared memory for each value, with one number per thread; at: (index of the thread,
-    number of threads in a run, a power of two). Before `scratch` is written again, the kernel needs a
+    workgroup, and returns the results, which all threads of a run have. values: one float32 number of each
+    thread; scratch: an array in shared memory for each value, with one number per thread; at: (index of the
+    thread, number of threads in a run, a power of two). Before `scratch` is written again, the kernel needs a
     barrier.
     """
     thread, count = at
@@ -53,8 +53,8 @@ def _by_subgroups(
     with subgroups of any size, and returns the results. Threads first exchange values within their subgroup;
     if a run has several subgroups, their results are then combined through shared memory.
 
-    values: one number of each thread; scratch: an array in shared memory for each value; at: (index of the
-    thread, number of threads in a run, a power of two).
+    values: one float32 number of each thread; scratch: an array in shared memory for each value; at: (index
+    of the thread, number of threads in a run, a power of two).
     """
     thread, count = at
     for buffer, value in zip(scratch, values, strict=True):

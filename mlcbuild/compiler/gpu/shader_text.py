@@ -189,7 +189,9 @@ def _with_subgroups(text: str) -> str:
 
 
 def _written(module: tvm.runtime.Module, name: str) -> Sequence[int]:
-    """Returns for each buffer of a kernel 1 if the kernel writes it, else 0, as TVM declares it in WGSL."""
+    """Returns, for each buffer of a kernel in the order of its parameters, 1 if the kernel writes it, else 0,
+    as TVM declares it in WGSL.
+    """
     information = json.loads(module.inspect_source("func_info"))[f"{name}_kernel"]
     tag = information["launch_param_tags"][-1]
     written: list[int] = json.loads(tag[tag.index("[") :])

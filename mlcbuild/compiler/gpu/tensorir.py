@@ -215,8 +215,9 @@ def pack_halves(first: Value, second: Value) -> Value:
 
 
 def either(condition: Value, value: Value, other: Value) -> Value:
-    """Returns `value` if the condition holds, else `other`, as an expression that computes both. TVM writes a
-    Select as a branch, and SwiftShader took minutes to compile the 16 branches of a prompt's attention.
+    """Returns the float32 `value` if the condition holds, else `other`, as an expression that computes both.
+    TVM writes a Select as a branch, and SwiftShader took minutes to compile the 16 branches of a prompt's
+    attention.
     """
     return T.call_pure_extern("float32", "either", condition, value, other)
 

@@ -21,7 +21,7 @@ _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 def activated(activation: Activation, value: Value, scalars: Vector | None = None) -> Value:
     """Returns the expression of an activation function of one float32 number. scalars: the buffer of xIELU's
-    parameters, for that activation only.
+    parameters (alpha_p, alpha_n, beta, eps), for that activation only.
     """
     value = bind(value)
     if activation == "silu":
@@ -45,7 +45,8 @@ def activated(activation: Activation, value: Value, scalars: Vector | None = Non
 
 def gated(gate: Gate, left: Value, right: Value) -> Value:
     """Returns the expression by which a gated feed-forward combines one gate (`left`) and one up (`right`):
-    activation(gate) * up, or the clamped gate of gpt-oss.
+    activation(gate) * up, or the clamped gate of gpt-oss, g * sigmoid(alpha * g) * (u + 1) with g = min(gate,
+    limit) and u = up limited to -limit .. limit.
     """
     if not isinstance(gate, Clamp):
         return activated(gate, left) * right
@@ -86,6 +87,6 @@ def _xielu(value: Value, scalars: Vector) -> Value:
 
 
 def _softplus(value: Value) -> Value:
-    """Returns log(1 + exp(value))."""
+    """Returns log(1 + exp(value)) in a form that does not overflow."""
     size = bind(T.max(value, -value))
     return T.max(value, number(0)) + T.log(number(1) + T.exp(-size))

@@ -42,7 +42,9 @@ _SORTERS = 256
 
 def route(name: str, spec: Experts) -> KernelBuilder:
     """Returns the kernel that chooses experts from the router's logits float32 [n, experts]. It writes their
-    numbers to `routes` int32 [n, chosen], the best first, and their weights to `shares` float32 [n, chosen].
+    numbers to `routes` int32 [n, chosen], the best first, and their weights to `shares` float32 [n, chosen]
+    in the same order. A buffer `correction` float32 [experts], if the router has one, is added to scores for
+    the choice only.
     """
     with kernel(name) as k:
         n = k.size("n")
@@ -80,8 +82,10 @@ class _Choice:
     def scored(self, logits: Value, correction: Value | None) -> None:
         """Emits code that chooses the experts of a row by the largest scores, which are the sigmoid or
         softmax of the logits. It writes their numbers to `routes` int32 [n, chosen], the best first, and
-        their weights to `shares` float32 [n, chosen]. logits: buffer with the router's logits; correction:
-        buffer float32 [experts] of numbers that are added to the scores for the choice only, or None."""
+        their weights to `shares` float32 [n, chosen]: their scores, divided by the sum of those of the chosen
+        experts if the router normalizes, times its scale. logits: buffer with the router's logits;
+        correction: buffer float32 [experts] of numbers that are added to the scores for the choice only, or
+        None."""
         spec, tx = self._spec, self._tx
         self._score(logits)
 
@@ -153,7 +157,8 @@ class _Choice:
 
     def _of_best_groups(self) -> Value:
         """Emits the choice of the best groups of experts, and returns a shared array of scores in which the
-        experts of all other groups have the lowest possible score.
+        experts of all other groups have the score -1e30. A group's score is the largest of its experts' or
+        the sum of the two largest, as the router defines.
         """
         router, tx = self._spec.router, self._tx
         size = self._spec.count // router.groups
@@ -180,8 +185,10 @@ class _Choice:
 
     def sparsemixer(self, logits: Value) -> None:
         """Emits code that chooses two experts by the sparsemixer rule of Phi-3.5-MoE. It writes their numbers
-        to `routes` int32 [n, 2] and their weights to `shares` float32 [n, 2], the best first. All threads of
-        the workgroup compute the same."""
+        to `routes` int32 [n, 2] and their weights to `shares` float32 [n, 2], the best first. Each time it
+        chooses the largest logit L that is left; the weight is 1 / the sum of exp(logit - L) over the experts
+        left with (L - logit) / max(|logit|, L) <= 2 * jitter. All threads of the workgroup compute the same.
+        """
         assert self._spec.router.jitter is not None
         limit, count, row = exact(2 * self._spec.router.jitter), self._spec.count, self._row
         covering(count, self._tx, WORKGROUP, lambda e: put(self._left, logits[row, e], e))

@@ -31,7 +31,7 @@ from mlcbuild.models.layers import HeadNorm, QueryScale
 @dataclass(frozen=True)
 class HeadsSpec:
     """The operations that a GPU kernel applies to the queries and keys of a layer after the qkv product and
-    before attention: norms, clipping and rotary embedding.
+    before attention: norms, clipping and rotary embedding. Values are only clipped.
     """
 
     rope_dim: int = 0
@@ -71,10 +71,10 @@ def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
 def prepare_heads(
     name: str, cache: CacheSpec, spec: HeadsSpec, inputs: InputPlaces, part: Part
 ) -> KernelBuilder:
-    """Returns the kernel that normalizes, clips and rotates queries and keys, each if `spec` says so. It
-    writes queries to `query` [n, heads * head_dim], and keys and values to the KV cache. One workgroup
-    computes one head of one row. part: "all" of these heads, only "queries", or only keys and values
-    ("cached")."""
+    """Returns the kernel that normalizes, clips and rotates queries and keys, and clips values, each if
+    `spec` says so. It writes queries to `query` [n, heads * head_dim], and keys and values to the KV cache.
+    One workgroup computes one head of one row. part: "all" of these heads, only "queries", or only keys and
+    values ("cached")."""
     dim = cache.head_dim
     first, end = _range(cache, part)
     with kernel(name) as k:
@@ -139,8 +139,8 @@ def _declare_norms(
 
 
 def _scale_at(scale: QueryScale | None, position: Value) -> Value | None:
-    """Returns the factor by which a query at the token position `position` is multiplied, an expression; None
-    if queries are not scaled.
+    """Returns the factor by which a query at the token position `position` is multiplied, the expression 1 +
+    beta * ln(1 + position // length); None if queries are not scaled.
     """
     if scale is None:
         return None
@@ -187,7 +187,7 @@ class _Head:
 
     def normalize(self, vector: Value, norms: tuple[NormVectors, NormVectors]) -> None:
         """Emits the norm of a query or key head in shared memory, in place, and clips the head if the model
-        does so after norms; a value head is not normalized. norms: (norm of queries, norm of keys).
+        does so after norms; a value head is only clipped. norms: (norm of queries, norm of keys).
         """
         cache, dim = self._cache, self._cache.head_dim
         mean, root = self._statistics(vector)
@@ -224,9 +224,10 @@ class _Head:
         return row_statistics(self._k, norm, self._tx, lambda column: self.read(first + column), count)
 
     def rotate(self, vector: Value, result: Value, column: Value, at: tuple[Value, Value]) -> None:
-        """Emits code that writes dimension `column` of a head, after rotary embedding, from the array
-        `vector` to the array `result`, both in shared memory. Dimensions that are not rotated, and all of a
-        value head, are copied. at: (table of cosines and sines, the row's position in it).
+        """Emits code that writes dimension `column` of a head, after rotary embedding in pairs (i, i +
+        rope_dim / 2), from the array `vector` to the array `result`, both in shared memory. Dimensions that
+        are not rotated, and all of a value head, are copied. at: (table of cosines and sines, the row's
+        position in it).
         """
         (table, position), turned = at, self._spec.rope_dim // 2
         pair = bind(column % turned)

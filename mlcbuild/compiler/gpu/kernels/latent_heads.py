@@ -56,8 +56,9 @@ class LatentSpec:
         return self.latent + self.rope_dim
 
     def rotated(self, table: Value, position: Value, read: Callable[[Value], Value], index: Value) -> Value:
-        """Returns element `index` of the rotated part of a query or key, after rotary embedding. table:
-        cosines and sines by position; read: function from an index to the element before rotation.
+        """Returns element `index` of the rotated part of a query or key, after rotary embedding. Pairs are
+        (i, i + rope_dim / 2). table: for each position the cosines, then the sines; read: function from an
+        index to the element before rotation.
         """
         half = self.rope_dim // 2
         pair = bind(index % half)
@@ -69,8 +70,8 @@ class LatentSpec:
 
 def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBuilder:
     """Returns the kernel that splits the query of each head: it copies the unrotated part to `plain` [n *
-    heads, head_dim], and writes the rotated part to the last rope_dim columns of each head in `query` [n,
-    heads * (latent + rope_dim)].
+    heads, head_dim], and rotates the other part and writes it to the last rope_dim columns of each head in
+    `query` [n, heads * (latent + rope_dim)].
     """
     with kernel(name) as k:
         n = k.size("n")

@@ -131,7 +131,7 @@ def best_of_parts(name: str, vocab: int) -> KernelBuilder:
 
 def best_of_row(name: str, vocab: int) -> KernelBuilder:
     """Returns the kernel that writes the token of each row's largest logit to `sampled` int32 [rows], or
-    abi.INVALID_TOKEN if that logit is NaN or minus infinity. For each part of 4096 logits it reads (key,
+    abi.INVALID_TOKEN (-1) if that logit is NaN or minus infinity. For each part of 4096 logits it reads (key,
     token) of the largest from `best` int32 [rows, parts * 2]; keys are int32, ordered like the logits.
     """
     parts = -(-vocab // PART)
@@ -202,7 +202,8 @@ class _Chosen:
 def candidates(name: str, vocab: int) -> KernelBuilder:
     """Returns the kernel that selects the 64 largest logits of each row. It writes to `top` int32 [q, 2 + 2 *
     64] the bits of the largest logit, those of the sum of exp(logit - largest) over the row, then bits and
-    token of each selected logit, unordered.
+    token of each selected logit, unordered; for a row with fewer than 64 logits the rest of `top` stays
+    unchanged.
 
     The smallest selected logit is found by bisection over integers that have the order of the logits. Of
     several tokens with this logit, any are selected.
@@ -262,9 +263,10 @@ class _Line:
         return bind(T.reinterpret("float32", bits))
 
     def find_threshold(self, low: Value) -> None:
-        """Emits code that searches for the largest threshold which at least 64 logits of the row reach, and
-        stores it in `low`, an array of one int32 per thread. Threshold and logits are compared as keys, int32
-        numbers in the order of the logits. The search determines the key bit by bit from the highest."""
+        """Emits code that searches for the largest threshold which at least 64 logits of the row reach, the
+        smallest key if the row has fewer, and stores it in `low`, an array of one int32 per thread. Threshold
+        and logits are compared as keys, int32 numbers in the order of the logits. The search determines the
+        key bit by bit from the highest."""
         thread_count, tx = self.thread_count, self.tx
         put(low, T.int32(_SMALLEST), 0)
         with T.serial(32) as bit:

@@ -86,9 +86,9 @@ class NormVectors:
         )
 
     def scaled(self, value: Value, index: Value) -> Value:
-        """Returns an expression for value * weight + bias, with the norm's weight and bias for the column
-        `index`; a missing one is left out. value: a number of a row that is already divided by the row's root
-        mean square, after subtraction of the mean if the norm is a LayerNorm."""
+        """Returns an expression for value * (weight + offset) + bias, with the norm's weight and bias for the
+        column `index`; a missing one is left out. value: a number of a row that is already divided by the
+        row's root mean square, after subtraction of the mean if the norm is a LayerNorm."""
         factor = self.factor(index)
         value = value if factor is None else value * factor
         return value if self.bias is None else value + self.bias[index]
@@ -130,8 +130,8 @@ def norm(name: str, spec: NormSpec) -> KernelBuilder:
 
 def add_normed(name: str, spec: NormSpec, scale: float, apart: bool = False) -> KernelBuilder:
     """Returns the kernel that adds scale * norm(delta) to x in place, for every row. delta and x are its
-    buffers, float32 [n, columns]; spec: description of the norm; scale: a constant. apart: True if the sum is
-    stored in the buffer y and x is unchanged.
+    buffers, float32 [n, columns]; spec: description of the norm, whose weight and bias are further buffers;
+    scale: a constant. apart: True if the sum is stored in the buffer y and x is unchanged.
     """
     with kernel(name) as k:
         n = k.size("n")
@@ -166,8 +166,8 @@ def row_sum(
     k: KernelBuilder, sums: Value, tx: Value, columns: Value | int, value: Callable[[Value], Value]
 ) -> Value:
     """Emits the sum of value(column) over the columns of a row, which all threads of a workgroup compute
-    together, and returns it. sums: array in shared memory with one number per thread; tx: index of the
-    thread.
+    together, and returns it. The kernel needs a barrier before `sums` is written again. sums: array in shared
+    memory with one number per thread; tx: index of the thread.
     """
     partial = local(1)
     put(partial, number(0), 0)

@@ -51,8 +51,8 @@ class RowBlock:
 
     def chunk(self, index: Value, column: Value) -> list[Value]:
         """Returns the four float32 values in columns 4 * column to 4 * column + 3 of a row of x, plus the
-        normalized row that is added to it if there is one; values beyond the end of the row are 0. index:
-        position of the row in the workgroup's block.
+        normalized row that is added to it if there is one; values beyond the end of the row are 0, up to the
+        next multiple of 32 columns. index: position of the row in the workgroup's block.
         """
         place = self.place(index)
         values = self.x.chunk(place, column)
@@ -68,8 +68,8 @@ class AddedRows:
     rows: RowsOf
     vectors: NormVectors
     roots: Value
-    """Array in registers, for each row of x that the workgroup multiplies: 1 / root mean square of that row
-    of the tensor whose norm the kernel adds to x."""
+    """Array in registers, for each row of x that the workgroup multiplies: 1 / root of (mean square + the
+    norm's epsilon) of that row of the tensor whose norm the kernel adds to x."""
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
@@ -89,8 +89,9 @@ class AddedRows:
 
 @dataclass(frozen=True)
 class AddedBuffers:
-    """The buffers of a matrix product's kernel that first replaces its input x by x + scale * norm(delta):
-    the rows `delta`, the weight and bias of the norm, and `sum`, into which the kernel also writes the new x.
+    """The buffers of a matrix product's kernel that first replaces its input x by x + scale * norm(delta),
+    with an RMS norm: the rows `delta`, the weight of the norm, and `sum`, into which the kernel also writes
+    the new x.
     """
 
     delta: RowsOf
@@ -126,19 +127,22 @@ class AddedBuffers:
 @dataclass(frozen=True)
 class RowsNorm:
     """The norm of the rows that a workgroup multiplies, whose statistics it has computed. For RMSNorm, the
-    finished sums of a product are multiplied by 1 / root of the mean square of their row. A norm that
+    finished sums of a product are multiplied by 1 / root of (mean square + epsilon) of their row. A norm that
     subtracts the mean, or adds a bias, is applied before the product.
     """
 
     vectors: NormVectors
     roots: Value
-    """Array in registers: 1 / root mean square of each row of x in the workgroup's block of rows."""
+    """Array in registers, for each row of x in the workgroup's block of rows: 1 / root of (mean square + the
+    norm's epsilon); for LayerNorm, of the row minus its mean.
+    """
     means: Value | None
 
     @classmethod
     def of(cls, k: KernelBuilder, vectors: NormVectors, block: RowBlock, tx: Value) -> RowsNorm:
-        """Emits code that computes 1 / root mean square, and for LayerNorm the mean, of each row of `block`,
-        the rows of x that a workgroup multiplies, and returns them as a RowsNorm. tx: index of the thread.
+        """Emits code that computes 1 / root of (mean square + epsilon), and for LayerNorm the mean, which is
+        subtracted first, of each row of `block`, the rows of x that a workgroup multiplies, and returns them
+        as a RowsNorm. tx: index of the thread.
         """
         spec = vectors.spec
         roots, means = local(block.count), local(block.count) if spec.is_centred else None
@@ -166,8 +170,8 @@ class RowsNorm:
         return cls(vectors, roots, means)
 
     def after(self, value: Value, index: Value) -> Value:
-        """Returns `value`, a sum of a matrix product, multiplied by 1 / root mean square of the row with this
-        index, unless the norm was applied before the product."""
+        """Returns `value`, a sum of a matrix product, multiplied by the factor in `roots` of the row with
+        this index in the block, unless the norm was applied before the product."""
         return value if self.vectors.spec.is_centred else value * self.roots[index]
 
 
@@ -192,8 +196,8 @@ class Factors:
 
     def of_norm(self, column: Value) -> list[tuple[Value | None, Value | None]] | None:
         """Returns the parameters of the norm of x for the columns 4 * column to 4 * column + 3, as a list of
-        four pairs (weight, bias); None takes the place of a parameter that the norm lacks. The result is None
-        instead of a list if x is not normalized."""
+        four pairs (weight plus the norm's offset, bias); None takes the place of a parameter that the norm
+        lacks. The result is None instead of a list if x is not normalized."""
         if self.norm is None:
             return None
         at = [column * CHUNK + index for index in range(CHUNK)]

@@ -62,7 +62,8 @@ class CacheSpec:
 
     def place(self, which: Value | int, head: Value, offset: Value) -> Value:
         """Returns the index of the 32-bit word in a page at which the vector of a token begins. which: 0 for
-        a key, 1 for a value; head: KV head; offset: position of the token in the page.
+        a key, 1 for a value, which makes no difference for latents; head: KV head; offset: position of the
+        token in the page.
         """
         which = 0 if self.latent else which
         return bind(((which * self.kv_heads + head) * PAGE + offset) * self.words)

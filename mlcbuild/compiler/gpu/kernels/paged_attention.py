@@ -214,8 +214,8 @@ class _HeadGroup:
 
     def begin(self, value: Callable[[int, Value], Value]) -> None:
         """Emits code that loads the queries into shared memory, and sets the weighted sums of values, the
-        maxima of scores and the sums of weights to their initial values. value: function of (head, dimension)
-        that returns an element of a query.
+        maxima of scores and the sums of weights to their initial values. value: function of (number of a head
+        among those of the workgroup, dimension) that returns an element of its query.
         """
         dim = self.spec.cache.head_dim
         for g in range(self.count):
@@ -234,8 +234,9 @@ class _HeadGroup:
         self, pages: Value, at: tuple[Value, Value], visible: Value, slopes: Sequence[Value | None]
     ) -> None:
         """Emits the attention scores of a tile of keys for every query head that the workgroup computes; each
-        thread computes those of one token. at: (position of this token, position of the query); visible:
-        condition that the query sees the token; slopes: ALiBi slope of each head.
+        thread computes those of one token, in its registers thread_scores. at: (position of this token,
+        position of the query); visible: condition that the query sees the token; slopes: ALiBi slope of each
+        head.
         """
         cache, (token, position) = self.spec.cache, at
         for g in range(self.count):
@@ -255,9 +256,9 @@ class _HeadGroup:
             put(self.thread_scores, either(visible, score, number(LOWEST)), g)
 
     def soften(self, g: int, visible: Value) -> None:
-        """Emits code that replaces the scores of head `g` for a tile of keys by weights exp(score - maximum),
-        and rescales the weighted sums of values so far. visible: condition that the query sees the thread's
-        token.
+        """Emits code that computes the weights exp(score - maximum) of head `g` of the workgroup for a tile
+        of keys into `scores`, brings the maximum and the sum of weights up to date, and rescales the weighted
+        sums of values so far. visible: condition that the query sees the thread's token.
         """
         at = (self.tx, WORKGROUP)
         (tile_largest,) = reduced(self.k, [self.thread_scores[g]], [self.reduced], at, "max")
@@ -308,7 +309,7 @@ def combine(name: str, spec: AttentionSpec) -> KernelBuilder:
     """Returns the kernel that combines attention's partial results, which several workgroups have computed
     for parts of a sequence, and writes attention's output y float32 [n, heads * value_dim]. It reads from
     `part`, for each row, head and part, the weighted sum of values, the maximum of the scores and the sum of
-    the weights.
+    the weights. Attention sinks, if the model has them, count in the sum of the weights.
     """
     heads, dim = spec.cache.heads, spec.cache.value_dim
     with kernel(name) as k:

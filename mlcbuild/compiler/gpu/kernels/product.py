@@ -53,8 +53,8 @@ class ProductSpec:
     norm: NormSpec | None = None
     """The norm that is applied to the rows of x in a matrix product y = x W^T; None: x is not normalized."""
     added: NormSpec | None = None
-    """The norm of a second input `delta`: the matrix product reads x + added_scale * norm(delta) in place of
-    x, and its kernel also writes these rows to the buffer `sum`. None: nothing is added to x.
+    """The norm, an RMSNorm, of a second input `delta`: the matrix product reads x + added_scale * norm(delta)
+    in place of x, and its kernel also writes these rows to the buffer `sum`. None: nothing is added to x.
     """
     added_scale: float = 1.0
     """Factor by which the normalized rows of a second input are multiplied before they are added to x, the
@@ -69,8 +69,8 @@ class ProductSpec:
     parameters from the kernel's buffer `xielu`.
     """
     scale: float = 1.0
-    """Factor by which the results of a matrix product are multiplied, after bias and activation, and before
-    the soft cap and their store in, or addition to, the output y.
+    """Factor by which the results of a matrix product are multiplied, after bias, gate and activation, and
+    before the soft cap and their store in, or addition to, the output y.
     """
     row_gate: bool = False
     """True if each row of results of a matrix product is multiplied by sigmoid(row_gate[row]), where row_gate
@@ -187,7 +187,7 @@ class GemvShape:
 
     @property
     def rows(self) -> int:
-        """Returns the number of rows of the weight matrix W."""
+        """Returns the number of rows of one weight matrix W: `outputs`, or twice as many with a gate."""
         return self.spec.outputs * (2 if self.spec.gate else 1)
 
     @property
@@ -216,7 +216,8 @@ class GemvShape:
 
     def outputs(self, block: Value, tx: Value) -> list[Value]:
         """Returns a list with the indices of the `each` (2 or 4) columns of the product that one GPU thread
-        computes, as int32 expressions. block: index of the workgroup; tx: index of the thread in it.
+        computes, as int32 expressions; they may lie beyond the last column. block: index of the workgroup;
+        tx: index of the thread in it.
         """
         in_group = WORKGROUP // self.lanes
         first = block * (in_group * self.each) + tx // self.lanes
@@ -225,7 +226,8 @@ class GemvShape:
     def matrix_rows(self, outputs: list[Value]) -> list[Value]:
         """Returns a list of the indices, int32 expressions, of the rows of W that a thread multiplies for its
         columns of the result: one row each or, if W holds gates in its first half and ups in its second,
-        first the rows of gates, then those of ups. outputs: indices of these columns.
+        first the rows of gates, then those of ups. outputs: indices of these columns; one beyond the last
+        gets the last row.
         """
         bounded = [bind(T.min(output, self.spec.outputs - 1)) for output in outputs]
         halves = 2 if self.spec.gate else 1

@@ -81,11 +81,12 @@ class _Keys:
     pages: Value
     kv_head: Value
     last: Value
-    """Position of the last token of the sequence."""
+    """Position, in its sequence, of the last of the rows that the workgroup computes; no later token is read.
+    """
 
     def number(self, which: int, token: Value, column: Value) -> Value:
         """Returns, as float32, an element of a token's key (`which` is 0) or value (`which` is 1) from the KV
-        cache. A token beyond the sequence's last one is replaced by the last.
+        cache. A token after `last` is replaced by that one.
         """
         cache, token = self.spec.cache, bind(T.min(token, self.last))
         block, first = self.table
@@ -178,9 +179,10 @@ class _QueryTile:
             barrier()
 
     def soften(self, base: Value, at: tuple[Value, Value], slope: Value | None) -> Value:
-        """Emits code that replaces the scores of a tile of keys by weights exp(score - maximum), and returns
-        the factor by which the weighted sums of values so far must be multiplied. base: position of the
-        tile's first key; at: (position of the row, its window in tokens); slope: of ALiBi, or None.
+        """Emits code that turns the scores of a tile of keys into weights exp(score - maximum), in the shared
+        array `weights`, and returns the factor by which the weighted sums of values so far must be
+        multiplied. base: position of the tile's first key; at: (position of the row, its window in tokens);
+        slope: of ALiBi, or None.
         """
         visible, (position, window) = [], at
         for index in range(_OWN):

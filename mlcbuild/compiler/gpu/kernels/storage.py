@@ -84,7 +84,7 @@ _PLAIN: Mapping[str, StoredAs] = {
 
 def stored_as(name: str) -> StoredAs:
     """Returns a StoredAs: the bits, scales and minima by which the stored format `name`, such as q4f16, holds
-    weights, for GPU kernels.
+    weights, for GPU kernels. Raises UsageError if no format with this name is stored row by row.
     """
     if name in _PLAIN:
         return _PLAIN[name]
@@ -218,7 +218,8 @@ class StoredMatrix:
 
     def chunk_at(self, row: Value, group: Value, chunk: Value) -> list[Value]:
         """Returns four dequantized weights of a row, float32: those in columns 4 * chunk to 4 * chunk + 3 of
-        a group of 32, where `chunk` may be an expression of the kernel.
+        a group of 32, where `chunk` may be an expression of the kernel. Values beyond the matrix's columns
+        are arbitrary.
         """
         if not self.form.bits:
             column = bind(group * (GROUP // CHUNK) + chunk)
@@ -308,7 +309,7 @@ def unpacked(vector: Value, is_half: bool) -> list[Value]:
 
 def select(values: Sequence[Value], index: Value) -> Value:
     """Returns the expression values[index], where `index` is an expression whose value is known only when the
-    kernel runs."""
+    kernel runs; the last value for an index beyond the list."""
     chosen = values[-1]
     for place in reversed(range(len(values) - 1)):
         chosen = T.Select(index == place, values[place], chosen)
@@ -360,7 +361,7 @@ class RowsOf:
 
     def chunk(self, row: Value, column: Value) -> list[Value]:
         """Returns the four numbers in columns 4 * column to 4 * column + 3 of a row, with 0 beyond the end of
-        the row.
+        the row, up to the next multiple of 32 columns.
         """
         if self.columns % CHUNK == 0:
             full_chunks = self.columns // CHUNK

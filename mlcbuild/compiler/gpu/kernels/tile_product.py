@@ -38,7 +38,9 @@ THREADS = _ACROSS * _ACROSS
 
 
 def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
-    """Returns the kernel y = x W^T for many rows x float32 [n, inputs], without norm and gate."""
+    """Returns the kernel y = x W^T for many rows x float32 [n, inputs], with the operations that `spec` fuses
+    with the product, which must not be a norm or a gate.
+    """
     with kernel(name) as k:
         n = k.size("n")
         x = k.buffer("x", (n, spec.inputs))
@@ -119,8 +121,10 @@ def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at:
 
 
 def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Value:
-    """Returns the expression read(column), or 0 if `column` is not below `columns`, the number of columns of
-    x. read: function from a column to an element of a row of x; it is called for existing columns only."""
+    """Returns the expression read(column), or 0 for the columns that fill up the last tile of 32 columns
+    where `columns`, the number of columns of x, is no multiple of 32. `column` must be below the next
+    multiple. read: function from a column to an element of a row of x; it is called once, and what it emits
+    reads existing columns only."""
     if columns % DEPTH == 0:
         return read(column)
     column = bind(column)
