@@ -48,7 +48,7 @@ class SequenceRows(NamedTuple):
 
     def token(self, row: int) -> int:
         """Returns the token that the device sampled from row `row` of the sequence's rows, counted from 0; -2
-        if none was to be sampled, -1 if the row's logits are NaN."""
+        if none was to be sampled, -1 if the row's logits are not numbers."""
         return self.result.tokens[self.start + row]
 
     def logits(self) -> Floats:

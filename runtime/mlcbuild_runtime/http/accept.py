@@ -27,8 +27,8 @@ _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def room() -> int:
-    """Returns the maximum number of connections that the server accepts: 4096, or fewer if the process may
-    have fewer file descriptors, some of which have other uses."""
+    """Returns the maximum number of connections that the server accepts: 4096, or the process's limit of file
+    descriptors minus 64, or half of that limit, if the larger of these two is less than 4096."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if most < 0 else min(MAX_CONNECTIONS, max(most - 64, most // 2))
 
@@ -39,8 +39,9 @@ async def accept(
     """Accepts connections on a listening socket until the task is cancelled.
 
     make: creates the protocol of a connection. connections: the open connections. When the maximum number is
-    open, the connection that has been idle for longest is closed; while none is idle, new ones wait.
-    """
+    open, the connection that has been idle for longest is closed; while none is idle, new ones wait. The same
+    happens while the process has no file descriptor or memory left. At most one line a minute reports it in
+    the log."""
     loop = asyncio.get_running_loop()
     opening: set[asyncio.Task[object]] = set()
     most, logged_at = room(), -QUIET

@@ -2,7 +2,7 @@
 JSON object with these fields.
 
     time            arrival of the request, UTC, ISO 8601
-    id              the request's X-Request-ID, or a new one; the answer carries it, too
+    id              the request's X-Request-ID, or a new one without a valid one; the answer carries it, too
     client          the client's address
     method, path, status, seconds
                     `status` is null where the client disconnected before the answer began; `seconds` is the
@@ -123,8 +123,9 @@ def _text(fields: Mapping[str, object]) -> str:
 
 class AccessLog:
     """ASGI middleware that writes a line of the access log when the answer to a request has ended, and adds
-    the request's id to the answer as X-Request-ID. In the form "text", requests of monitors have no line. If
-    a line cannot be written, a warning is logged and the server continues."""
+    the request's id to the answer as X-Request-ID. In the form "text", requests of monitors have no line. An
+    id of the client that is not 1 to 128 visible ASCII characters is replaced. If lines cannot be written,
+    one warning is logged and the server continues."""
 
     def __init__(self, app: ASGIApp, out: TextIO, form: Form = "json") -> None:
         self._app, self._out, self._broken = app, out, False

@@ -53,7 +53,8 @@ class BodyReader:
     async def body(self, request: Request) -> AsyncIterator[dict[str, Json]]:
         """Yields the JSON object in the body of a request, as an async context manager: the body counts as
         held in memory until the context ends. Raises RequestError with status 400 (invalid content), 408 (too
-        slow), 413 (too large), 415 (compressed) or 503 (too many large bodies)."""
+        slow), 413 (too large), 415 (compressed) or 503 (too many large bodies), and ClientDisconnect if the
+        client disconnects before the end of the body."""
         coding = ", ".join(request.headers.getlist("content-encoding"))
         if coding.lower() not in ("", "identity"):
             raise RequestError(

@@ -59,9 +59,9 @@ browsers."""
 
 
 def site_files(bundle: Path) -> dict[str, Path]:
-    """Returns the files of the web site that runs a bundle in browsers: path on the site -> file on disk.
-    Raises BundleError for a damaged bundle, or for one that was not built for browsers (the target webgpu).
-    """
+    """Returns the files of the web site that runs a bundle in browsers: path on the site, such as
+    "index.html" or "bundle/bundle.json" -> file on disk. Raises BundleError for a damaged bundle, or for one
+    that was not built for browsers (the target webgpu)."""
     manifest = form.read(bundle)
     if manifest.machine.output != "program" or manifest.machine.device != "webgpu":
         raise BundleError(
@@ -80,8 +80,7 @@ def write(bundle: Path, directory: Path) -> str:
     large.
 
     Raises BundleError for a bundle that browsers cannot run, SetupError if the directory is not empty or
-    cannot be written.
-    """
+    cannot be written; files that were written before that stay."""
     paths = site_files(bundle)
     try:
         directory.mkdir(parents=True, exist_ok=True)

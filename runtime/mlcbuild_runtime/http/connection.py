@@ -103,7 +103,8 @@ class _Flow(FlowControl):
 
 class Connection(HttpToolsProtocol, BufferedProtocol):
     ended = False
-    """True after the last answer on a connection; further input is then discarded."""
+    """True once the connection accepts no more requests, because its last answer has ended or it is lost;
+    further input is then discarded."""
     idle_since = 0.0
     """Value of the event loop's clock, in seconds, when the connection's last request ended or the connection
     began.
@@ -285,8 +286,10 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self.end(unread=True)
 
     def end(self, unread: bool = False) -> None:
-        """Closes the connection once everything is written. unread: True if the client may still be sending;
-        its data is then received and discarded first, for at most 2 seconds."""
+        """Closes the connection once everything is written, after 120 seconds at the latest. unread: True if
+        the client may still be sending, which is also assumed after an incomplete request: its data is then
+        received and discarded, and the connection closed after 2 seconds or 1 MiB at the latest, even if not
+        everything is written."""
         if self.is_over:
             return
         self.ended = True

@@ -94,7 +94,8 @@ class _ModelServer(BoundedServer):
         self._models = models
         self._drain = drain
         self._last_moment = math.inf
-        """Time at which draining of the server ends, as time.monotonic returns it."""
+        """Time at which draining of the server ends, as time.monotonic returns it; infinity before draining
+        begins."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._models.close(timeout=0)

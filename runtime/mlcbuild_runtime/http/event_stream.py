@@ -66,8 +66,9 @@ async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterato
 
 
 async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[None, None, T]) -> T:
-    """Awaits `work`, which reads the answers, and returns its result. Raises ClientDisconnect if the client
-    disconnects first. In any case answers that have not ended are then cancelled."""
+    """Awaits `work`, which reads the answers, and returns its result or raises its exception. Raises
+    ClientDisconnect if the client disconnects first. In any case answers that have not ended are then
+    cancelled."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(request))
     try:

@@ -56,8 +56,9 @@ class RequestHandling:
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[dict[str, Json]]:
         """Yields the JSON object in the body of a request, as an async context manager; with --lenient,
-        without the fields that the server would refuse by name. Raises RequestError for a body that is
-        invalid, or that exceeds a limit."""
+        without the fields that the server would refuse by name, which are logged. Raises RequestError for a
+        body that is invalid, or that exceeds a limit, ClientDisconnect if the client disconnects before its
+        end."""
         path, table = request.url.path, openapi.table(request.url.path)
         async with self._intake.body(request) as body:
             if not self._access.lenient or table is None:
@@ -76,13 +77,12 @@ class RequestHandling:
         body: Mapping[str, Json],
     ) -> CompletionJob:
         """Calls `prepare` with an engine and a request's body on another thread, and returns its result,
-        which holds the requests for the engine. Raises RequestError for a body that cannot be served (by
-        `prepare`), if too many requests wait for their constraints (grammars, JSON schemas) to be compiled
-        (503), or when the request's time limit has passed (504).
+        which holds the requests for the engine. Raises the exceptions of `prepare`, such as RequestError for
+        a body that cannot be served, and RequestError if too many requests wait for their constraints
+        (grammars, JSON schemas) to be compiled (503), or when the request's time limit has passed (504).
 
         Constraints may take seconds to compile, and chat templates to render: they have threads of their own,
-        so that other requests do not wait for them.
-        """
+        so that other requests do not wait for them."""
         waiting = self._compiling.statistics().tasks_waiting
         if service.constrained(body) and waiting >= MAX_COMPILING:
             raise RequestError(

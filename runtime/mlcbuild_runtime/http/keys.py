@@ -14,8 +14,9 @@ from mlcbuild_runtime.openai.chat_documents import error_document
 
 class Keys:
     """ASGI middleware that refuses (401) HTTP requests without one of the server's API keys, in the header
-    `Authorization: Bearer KEY` or `X-API-Key`. Health checks, the chat page and /docs need no key: they
-    reveal nothing, and the chat page asks its user for the key."""
+    `Authorization: Bearer KEY` or, if that has no key, `X-API-Key`. Health checks (/ping, and paths that
+    begin with /health), the chat page and /docs need no key: they reveal nothing, and the chat page asks its
+    user for the key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]

@@ -26,8 +26,8 @@ def json_line(fields: Mapping[str, object]) -> str:
 
 
 def event_line(message: str, form: str, level: int = logging.INFO) -> str:
-    """Returns the line about an event in a server's life, such as its end. form: "json" for a JSON object
-    with the fields `time`, `level` and `message`; any other form is text for people."""
+    """Returns the line about an event in a server's life, such as its end, without a line feed. form: "json"
+    for a JSON object with the fields `time`, `level` and `message`; any other form is text for people."""
     if form != "json":
         return f"mlcbuild-serve: {printable(message)}"
     return JsonFormatter().format(logging.LogRecord(__name__, level, "", 0, message, None, None))

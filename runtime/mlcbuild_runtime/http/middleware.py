@@ -15,8 +15,9 @@ from mlcbuild_runtime.http.sites import Sites
 
 
 def stack(access: Access, access_logs: Sequence[tuple[TextIO, Form]]) -> list[Middleware]:
-    """Returns the middleware that requests pass on their way to the endpoints, the outermost first.
-    access_logs: (stream, form of the lines) of each access log."""
+    """Returns the middleware that requests pass on their way to the endpoints, the outermost first: the
+    access logs and, as far as the rules require them, the checks of Host and Origin, CORS, and the check of
+    keys. access_logs: (stream, form of the lines) of each access log."""
     layers = [Middleware(AccessLog, out=out, form=form) for out, form in access_logs]
     if access.hosts is not None:
         layers.append(Middleware(Sites, hosts=access.hosts, origins=access.origins))

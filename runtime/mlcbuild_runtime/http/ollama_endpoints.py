@@ -140,7 +140,8 @@ class OllamaEndpoints:
         """Computes embeddings for Ollama's API: returns (embedding of each text, the model's name, number of
         tokens of all texts). value: a text or a list of texts, which may be empty; truncate: True if texts
         longer than the context are cut instead of refused; dimensions: number of values of each embedding,
-        None for all."""
+        None for all. Raises RequestError for an invalid value, an unknown model or a text that cannot be
+        served, ClientDisconnect if the client disconnects."""
         texts = ollama_request.texts(value)
         with ExitStack() as use:
             engine = await self._engine(body, use)

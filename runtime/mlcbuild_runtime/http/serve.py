@@ -73,12 +73,13 @@ class ServerOptions:
 
 def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | None = None) -> int:
     """Serves bundles over HTTP until SIGINT or SIGTERM, or writes the files of a web site if `options.site`
-    is set; returns the exit code. Errors are printed to standard error. A key in the environment variable
-    MLCBUILD_API_KEY is accepted besides those of the options.
+    is set; returns the exit code: 0, after an error 1 or 3, or 130 if SIGINT comes before the server runs.
+    Errors are printed to standard error. A key in the environment variable MLCBUILD_API_KEY is accepted
+    besides those of the options.
 
-    bundles: one or several, each DIRECTORY or NAME=DIRECTORY; a directory of bundles stands for all of them.
-    A single bundle is loaded at once, several are loaded when requests first name them.
-    """
+    bundles: one or several, each DIRECTORY or NAME=DIRECTORY; a directory of bundles, without a NAME, stands
+    for all of them. A web page for browsers requires exactly one DIRECTORY. A single bundle is loaded at
+    once, several are loaded when requests first name them."""
     listed = [bundles] if isinstance(bundles, str | Path) else bundles
     options = options or ServerOptions()
     if named := os.environ.get(KEY_VARIABLE):

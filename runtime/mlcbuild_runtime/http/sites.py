@@ -16,7 +16,8 @@ from mlcbuild_runtime.openai.chat_documents import error_document
 
 
 def is_loopback(name: str) -> bool:
-    """Returns True if a host name or an address belongs to the loopback interface."""
+    """Returns True if a host name in lower case, or an address without brackets, belongs to the loopback
+    interface: "localhost", names that end with ".localhost", 127.0.0.0/8 and ::1."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -35,7 +36,8 @@ def host_name(host: str) -> str:
 
 class Sites:
     """ASGI middleware that refuses (403) requests whose Host is neither of the loopback interface nor a
-    listed name (DNS rebinding), and those from web pages whose origin is neither this server nor listed."""
+    listed name (DNS rebinding), and those from web pages whose origin is neither this server nor listed.
+    Several Host or Origin headers in one request get 400."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
         """Creates the middleware that checks the Host and Origin headers of requests. hosts: host names that
