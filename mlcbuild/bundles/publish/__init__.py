@@ -17,7 +17,7 @@ from mlcbuild.remotes.kinds import KINDS, destination
 
 def pinned(url: str) -> bool:
     """Returns True if the address of a published bundle contains a digest or a commit, and so always names
-    the same bundle.
+    the same bundle; False for any other text.
     """
     place = destination(url)
     return place is not None and place.pinned(url)

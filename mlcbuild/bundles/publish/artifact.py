@@ -39,17 +39,17 @@ _AT_ONCE = 4
 """Number of a bundle's files that are transferred at the same time."""
 
 Uploaded = dict[tuple[str, str], tuple[str, str]]
-"""Files that registries are known to have: (registry, BLAKE3 of a file) -> (SHA-256 of the file, a repository
-of the registry that has it)."""
+"""Files that registries are known to have: (registry, BLAKE3 of a file) -> (digest "sha256:<hex>" of the
+file, a repository of the registry that has it)."""
 
 
 def push(
     bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
 ) -> tuple[str, int]:
     """Publishes a bundle as an OCI artifact, and returns (immutable address of the artifact, number of bytes
-    sent). bundle: its directory; files: path -> size in bytes; to: the registry's address; uploaded: files
-    that registries are known to have, which is updated. Raises RemoteError if the registry refuses or cannot
-    be reached.
+    of files sent, 0 if the registry has all of them). The tag is set last, after all files. bundle: its
+    directory; files: path -> size in bytes; to: the registry's address; uploaded: files that registries are
+    known to have, which is updated. Raises RemoteError if the registry refuses or cannot be reached.
     """
     place = parse(to)
     with Background(_AT_ONCE) as pool, Registry(place) as target:
@@ -81,7 +81,7 @@ def _send(
 ) -> tuple[str, int]:
     """Mounts or uploads a file of a bundle to a registry's repository, unless it has the file. digests: path
     -> BLAKE3; name: path of the file; uploaded: files that registries are known to have, to which it is
-    added. Returns (SHA-256 of the file, number of bytes sent).
+    added. Returns (digest "sha256:<hex>" of the file, number of bytes sent, 0 if it was there or mounted).
     """
     place, key = target.place, (target.place.host, digests[name])
     if key in uploaded:
@@ -123,10 +123,10 @@ def _address(place: RegistryAddress, digest: str) -> str:
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
-    """Downloads the files of the artifact at the address `source` into a directory, and checks their SHA-256.
-    Returns (immutable address, paths of the files). Raises RemoteError if the registry refuses, cannot be
-    reached or has no bundle there, if a file's name is unsafe or its content damaged, or if the disk lacks
-    room; OSError if a file cannot be written.
+    """Downloads the files of the artifact at the address `source` into an existing directory, where files of
+    an interrupted transfer are continued, and checks their SHA-256. Returns (immutable address, paths of the
+    files). Raises RemoteError if the registry refuses, cannot be reached or has no bundle there, if a file's
+    name is unsafe or its content damaged, or if the disk lacks room; OSError if a file cannot be written.
     """
     place = parse(source)
     with Background(_AT_ONCE) as pool, Registry(place) as origin:
@@ -170,8 +170,8 @@ def _present_layers(data: bytes) -> dict[str, Descriptor]:
 
 def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
     """Downloads a layer of an OCI artifact to `path`, continuing an earlier transfer, and checks its SHA-256
-    and size. A damaged file is downloaded once more; if it is damaged again, or missing in the registry,
-    RemoteError is raised.
+    and size. A damaged file is downloaded once more; if it is damaged again, its size differs, it is missing
+    in the registry or the transfer fails, RemoteError is raised.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()

@@ -96,9 +96,9 @@ def _sources(bundle: Path) -> Iterator[str]:
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
     """Downloads a repository's bundle into a directory, and returns (address at a commit, paths of the
-    files). The hub's cache keeps downloaded files and resumes interrupted transfers. Raises SourceError if
-    the hub refuses or cannot be reached, RemoteError for a repository that is no bundle, OSError if a file
-    cannot be written.
+    files). The files are read-only. The hub's cache keeps downloaded files, to which they are hard links
+    where possible, and resumes interrupted transfers. Raises SourceError if the hub refuses or cannot be
+    reached, RemoteError for a repository that is no bundle, OSError if a file cannot be written.
     """
     asked = cast(HubSource, hub.parse_source(source))
     commit, listed = hub.list_files(asked)

@@ -21,8 +21,8 @@ from mlcbuild.remotes.transport import border, quoted
 _OWN = (form.MANIFEST, STATEMENT, ENVELOPE)
 """Names of files in a bundle's directory that its manifest does not list."""
 Uploaded: TypeAlias = dict[tuple[str, str], tuple[str, str]]
-"""Files that registries are known to have: (registry, BLAKE3 of a file) -> (SHA-256 of the file, a repository
-of the registry that has it)."""
+"""Files that registries are known to have: (registry, BLAKE3 of a file) -> (digest "sha256:<hex>" of the
+file, a repository of the registry that has it)."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,13 @@ class _Place(Protocol):
     ) -> tuple[str, int]:
         """Sends the files of the bundle in a directory to the address `to`, and returns (immutable address,
         number of bytes sent). files: path -> size in bytes; uploaded: files that registries already have,
-        which is updated.
+        which is updated. Raises RemoteError or SourceError if the transfer fails.
         """
 
     def fetch(self, source: str, directory: Path) -> tuple[str, frozenset[str]]:
         """Downloads the files of the bundle at the address `source` into a directory, and returns (immutable
-        address, paths of the files).
+        address, paths of the files). Raises RemoteError or SourceError if the transfer fails, OSError if a
+        file cannot be written.
         """
 
 
@@ -102,8 +103,9 @@ def _place(url: str) -> _Place:
 
 
 def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
-    """Returns path -> size in bytes of the files that belong to a bundle: those that its manifest lists, the
-    manifest and the provenance. Other files in its directory are ignored.
+    """Returns path -> size in bytes, sorted by path, of the files that belong to a bundle: those that its
+    manifest lists, the manifest, and the provenance if there is one. Other files in its directory are
+    ignored.
     """
     sizes = {name: file.size for name, file in manifest.files.items()}
     extra_files = [name for name in _OWN if (bundle / name).is_file()]
@@ -113,8 +115,8 @@ def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
 def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
     """Checks the files of a bundle that were downloaded from the address `source` to the directory `part`,
     and returns the bundle's manifest; removes a damaged bundle. listed: paths of the downloaded files; others
-    are deleted. Raises PublishError if a file has other contents than the manifest states, or is not listed
-    there.
+    are deleted. Raises PublishError if a file is missing, has other contents than the manifest states, or is
+    not listed there.
     """
     try:
         # an interrupted transfer of an earlier version left them

@@ -33,7 +33,8 @@ class Sent:
     "skipped" that a recipe's variant is not published because it is not verified.
     """
     address: str = ""
-    """Immutable address of the published bundle, with the digest or commit of its content."""
+    """Immutable address of the published bundle, with the digest or commit of its content; "" if it was not
+    sent."""
     size: int = 0
     """Number of bytes of a bundle that were sent to the registry or hub."""
     note: str = ""
