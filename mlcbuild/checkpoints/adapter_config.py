@@ -24,7 +24,8 @@ _NOTES = {
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
 }
 """Fields of adapter_config.json that this module reads, or that do not affect the merged weights because they
-describe training or repeat the names of tensors. Any other field is refused.
+describe training or repeat the names of tensors. Any other field is refused unless its value is null, false,
+0 or empty.
 """
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of the field init_lora_weights of a LoRA adapter's config with which PEFT does not change the base
@@ -48,8 +49,9 @@ class AdapterConfig:
     dora: bool = False
     """True if the rows of a merged matrix are scaled to lengths that the adapter stores (DoRA)."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Regular expression for the end of a module's name -> rank of the two LoRA matrices of the modules that
-    match it. Modules that no expression matches have the adapter's general rank, `rank`.
+    """Regular expression for a module's name, or for what follows one of its dots -> rank of the two LoRA
+    matrices of the modules that match it; of several expressions the first counts. Modules that no expression
+    matches have the adapter's general rank, `rank`.
     """
     alphas: Mapping[str, float] = field(default_factory=dict)
 
@@ -65,8 +67,8 @@ class AdapterConfig:
 
 
 def _matching(patterns: Mapping[str, T], module: str, default: T) -> T:
-    """Returns the value of the first pattern that matches the end of a module's name, as PEFT does, or
-    `default`. patterns: regular expression -> value.
+    """Returns the value of the first pattern that matches a module's whole name, or all that follows one of
+    its dots, as PEFT does; `default` if none does. patterns: regular expression -> value.
     """
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):

@@ -32,8 +32,8 @@ def unpacked(words: NDArray[Any], bits: int) -> Codes:
 
 
 def unpacked_fields(words: NDArray[Any], bits: int) -> Codes:
-    """Unpacks unsigned integers of `bits` bits from 32-bit words [lines, words], and returns them as uint8
-    [lines, words * (32 // bits)]. Each word holds 32 // bits integers, the first in its lowest bits; no
+    """Unpacks unsigned integers of `bits` bits (1 to 8) from 32-bit words [lines, words], and returns them as
+    uint8 [lines, words * (32 // bits)]. Each word holds 32 // bits integers, the first in its lowest bits; no
     integer crosses the border of two words.
     """
     if 32 % bits == 0:

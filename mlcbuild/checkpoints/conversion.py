@@ -56,9 +56,9 @@ SHARD_BYTES = 2_000_000_000
 exceed it.
 """
 CHUNK_BYTES = 4 << 20
-"""Number of checkpoint bytes that a worker thread reads at once."""
+"""Number of checkpoint bytes that a worker thread reads at once, about: it reads whole rows."""
 BLOCK_BYTES = 2 << 20
-"""Number of bytes in one write to a weights file, at a multiple of this number in the file.
+"""Bytes of one write to a weights file, at a multiple of this number in the file; the last may be shorter.
 
 The system then keeps the file in huge pages where it supports them; with small pages, TLB misses take a tenth
 of the time of a decoding step."""

@@ -55,7 +55,8 @@ def checkpoint(
     files again at each access.
 
     names: for each parameter, the tensors that hold it. views: transformations of the stored tensors, such as
-    dequantization. Raises CheckpointError for tensors that are missing or do not fit the config.
+    dequantization. Raises CheckpointError for tensors that are missing or do not fit the config and, at an
+    access, for a file that cannot be read.
     """
     sources = {source.param.name: source for source in locate(path, config, names, views)}
 

@@ -47,18 +47,21 @@ WANTED = (
 """Glob patterns of the names of a checkpoint's files, other than the weights, that steps read."""
 
 LARGEST_INDEX = 64 << 20
-"""Maximum size in bytes of the index of a sharded checkpoint (model.safetensors.index.json)."""
+"""Maximum size in bytes of the index of a sharded checkpoint, such as model.safetensors.index.json; a larger
+one is an error."""
 _BLOCK = 1 << 20
 
 _MOST = 8
-"""Maximum number of bytes downloaded for a file over all attempts, as a multiple of the file's size."""
+"""Maximum number of bytes downloaded for a file over all attempts, as a multiple of the file's size plus 1
+MiB; more is an error."""
 STREAMS = 4
 """Number of files that are downloaded at the same time: one HTTP stream rarely fills a fast line."""
 
 
 @dataclass(frozen=True)
 class Pinned:
-    """The size in bytes and the sha256 of a file of a repository, as recipe.lock pins them."""
+    """The size in bytes and the sha256 (lower-case hex) of a file of a repository, as recipe.lock pins
+    them."""
 
     size: int
     sha256: str
@@ -68,9 +71,10 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
     """Returns the sorted names of those of a checkpoint's files that steps read: at the top level, the files
     with configuration, tokenizer, template and weights, and in a subdirectory the file that states how
     embeddings are pooled. names: all files of the checkpoint; shards: the weights files that the checkpoint's
-    index lists. PyTorch files count only without safetensors files. For a LoRA adapter without config.json,
-    returns the adapter's two files in place of these. Raises SourceError, which does not name the source, if
-    the files are not a usable checkpoint.
+    index lists. The weights are the first of these that exists: model.safetensors; an index and its shards
+    (PyTorch's only without safetensors files); all *.safetensors but adapter* and consolidated*;
+    pytorch_model.bin. For a LoRA adapter without config.json, returns the adapter's two files in place of
+    these. Raises SourceError, which does not name the source, if the files are not a usable checkpoint.
     """
     names = set(names)
     top = {name for name in names if "/" not in name}
@@ -153,7 +157,8 @@ def adapter_files(names: Container[str]) -> tuple[str, ...]:
 
 def index_shards(data: bytes, index: str) -> frozenset[str]:
     """Returns the names of the weights files that an index lists. data: the bytes of the index; index: its
-    file name, for errors. Raises SourceError, which does not name the source, if the index is invalid.
+    file name, for errors. Raises SourceError, which does not name the source, if the index is invalid, or
+    lists anything but files beside it with the suffix in its name (.safetensors or .bin).
     """
     suffix = index.removesuffix(".index.json").rpartition(".")[2]
     try:
@@ -170,7 +175,8 @@ def index_shards(data: bytes, index: str) -> frozenset[str]:
 def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
     """Returns the names of the files that steps read from a local directory: those that `needed_files`
     selects for a checkpoint, or `adapter_files` for an adapter. Raises SourceError if a file that steps need
-    is missing or not a regular file, or the directory cannot be read.
+    is missing or not a regular file, the index of the weights is invalid or too large, or the directory
+    cannot be read.
     """
     try:
         names = [entry.name for entry in root.iterdir() if _is_regular(entry)]
@@ -279,7 +285,7 @@ def _counter(total: int) -> Callable[[int], None]:
 def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Callable[[int], None]) -> None:
     """Copies one file into `out`, from the hub's cache or by downloading it, and verifies size and sha256. A
     damaged cached copy is replaced once. `count` is called with the number of bytes that have arrived since
-    the last call. Raises SourceError if no intact copy can be obtained.
+    the last call. Raises SourceError if no intact copy can be obtained; `out` then lacks the file.
     """
     target = out / name
     fault = ""

@@ -76,8 +76,8 @@ class _Decoded(NamedTuple):
     """The minimum of each block as float32, [blocks, 1], which is added to its weights; None: nothing is
     added."""
     minimum_steps: Bytes | None = None
-    """The integer factor of each group's minimum, [blocks, groups of a block]; None where there is no
-    minimum."""
+    """The integer factor of each group's minimum, [blocks, groups of a block]; None: all factors are 1, or
+    there is no minimum."""
 
 
 CHUNK = 1 << 17
@@ -261,8 +261,8 @@ def _q3_k(blocks: Bytes) -> _Decoded:
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, NDArray[np.int8], Floats, Bytes]:
-    """Returns (scales, integer factors of scales, minima, integer factors of minima) for the eight groups of
-    each Q4_K or Q5_K block.
+    """Returns (scales [blocks, 1], integer factors of scales [blocks, 8], minima, integer factors of minima)
+    for the eight groups of each Q4_K or Q5_K block. The minima are negated, since a `_Decoded` adds them.
 
     The factors take 12 bytes from byte 4 of the block. The first four hold the factors of the scales of
     groups 0 to 3 in their low six bits, the next four those of the minima. The last four hold the low four

@@ -64,7 +64,8 @@ def read_config(path: Path) -> ModelConfig:
 
 def _common(keys: GgufKeys, family: str) -> Fields:
     """Returns those config.json fields that all model families have, read from the metadata of a GGUF file.
-    family: name of the file's architecture.
+    Missing and wrong values are recorded as problems in `keys`, the metadata's reader. family: name of the
+    file's architecture.
     """
     heads = keys.integer("attention.head_count")
     hidden = keys.integer("embedding_length")
@@ -259,5 +260,6 @@ _EXTEND: Mapping[str, Callable[[GgufKeys], Fields]] = {
     "smollm3": _smollm3,
 }
 """GGUF architecture -> function that returns the config.json fields that only this architecture's model
-family has. The architecture is also the model_type where the function returns no other.
+family has, or that it fills differently from other families. The architecture is also the model_type where
+the function returns no other.
 """

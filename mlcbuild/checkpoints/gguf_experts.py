@@ -33,7 +33,8 @@ def _counts(keys: GgufKeys) -> Fields:
 
 def _size(keys: GgufKeys) -> int:
     """Returns the number of hidden units of an expert of the model in a GGUF file. If the file does not state
-    it, it is that of the model's dense feed-forwards, which the file must then state.
+    it, it is that of the model's dense feed-forwards, which the file must state in any case; otherwise a
+    problem is recorded in `keys`.
     """
     return keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length"))
 
@@ -103,8 +104,8 @@ def _olmoe(keys: GgufKeys) -> Fields:
 
 
 def granite_scalars(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields with Granite's multipliers, from the metadata of a GGUF file. Its
-    logit_scale divides logits, as the original's logits_scaling does.
+    """Returns the config.json fields with Granite's multipliers, and whether its attention has biases, from
+    the metadata of a GGUF file. Its logit_scale divides logits, as the original's logits_scaling does.
     """
     return {
         "attention_bias": keys.has_bias("attn_q"),
@@ -182,9 +183,10 @@ def _deepseek2(keys: GgufKeys) -> Fields:
 
 
 def _latent(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of latent attention (ranks, head sizes) from a GGUF file. If it stores
-    attention as one head of keys, the head sizes are those of the metadata keys attention.key_length_mla and
-    value_length_mla, otherwise those of attention.key_length and value_length.
+    """Returns the config.json fields of latent attention (ranks, head sizes) from a GGUF file. The head sizes
+    are those of the metadata keys attention.key_length_mla and attention.value_length_mla, which files have
+    that store attention as one head of keys; without them, those of attention.key_length and
+    attention.value_length.
     """
     rotated = keys.integer("rope.dimension_count")
     lengths = {}

@@ -29,12 +29,14 @@ from mlcbuild.errors import CheckpointError
 
 Numbers: TypeAlias = NDArray[np.generic]
 Value: TypeAlias = str | int | float | bool | list[str] | Numbers
-"""The type of a metadata value in a GGUF file; an array of numbers is a NumPy array."""
+"""The type of a metadata value in a GGUF file; an array of numbers is a NumPy array, and one of booleans a
+NumPy array of uint8."""
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 LONGEST_KEY = 1 << 16
-"""Largest length of a metadata key in bytes; the limit of the GGUF format itself."""
+"""Largest length of a metadata key or of a tensor's name in bytes; for keys it is the limit of the GGUF
+format itself."""
 LONGEST_SHOWN = 100
 """Maximum number of characters of a tensor's or key's name that an error message shows."""
 MOST_STRINGS = 1 << 22
@@ -73,7 +75,7 @@ class Gguf:
 def read_gguf(path: Path) -> Gguf:
     """Reads the header of a GGUF file, or the headers of all files if it is one of a split model, and returns
     metadata and tensors. Raises CheckpointError for a damaged, unreadable or missing file, an unsupported
-    version or tensor type, and a tensor in two files.
+    version or tensor type, a tensor in two files, and another number of tensors than a split model states.
     """
     paths = parts(path)
     metadata, tensors = _read_part(paths[0])
@@ -97,7 +99,7 @@ def read_gguf(path: Path) -> Gguf:
 
 def parts(path: Path) -> tuple[Path, ...]:
     """Returns the paths of all files of a GGUF model, in order. path: any of them; "NAME-00001-of-00003.gguf"
-    belongs to three in the same directory, any other name to one.
+    belongs to three in the same directory; any other name is the only one, and is returned without a check.
 
     Raises CheckpointError if one of several is missing, or the name states that there are none.
     """

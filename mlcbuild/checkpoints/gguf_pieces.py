@@ -71,8 +71,9 @@ def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes
 
 
 def split_tokens(vocabulary: GgufVocabulary) -> dict[int, dict[str, Json]]:
-    """Returns token id -> entry in tokenizer_config.json, for the tokens that the tokenizer must split off
-    before SentencePiece adds its leading space.
+    """Returns token id -> entry in tokenizer_config.json (its text as "content", "special": True for a
+    control token, and in Phi-3 "rstrip": True), for the tokens that the tokenizer must split off before
+    SentencePiece adds its leading space.
 
     llama.cpp and the original models begin the text after such a token with a space. In Phi-3, white space
     after special tokens is removed, which GGUF files do not state; without it, prompts would have a token for

@@ -30,7 +30,8 @@ class Architecture:
     checkpoint."""
 
     layer: Mapping[str, str]
-    """Tensor name within a layer in GGUF files, without its suffix -> name in transformers."""
+    """Tensor name within a layer in GGUF files -> name within the layer in transformers, both without .weight
+    or .bias."""
     interleaved: bool = False
     """True if the file stores rows i and i + dim/2 of each query and key head side by side, as rotary
     embeddings that rotate neighbouring elements need them.
@@ -141,12 +142,12 @@ _SPECIAL = {
     "exp_probs_b.weight": "mlp.gate.e_score_correction_bias",
     "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
 }
-"""Tensor name within a layer in GGUF files, with its suffix -> name in transformers."""
+"""Tensor name within a layer in GGUF files, with its suffix -> name within the layer in transformers."""
 
 
 def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
-    """Returns the name and the description of the architecture that a GGUF file states. place: the
-    beginning of error messages. Raises CheckpointError for an unknown architecture.
+    """Returns the name and the description of the architecture that a GGUF file states. place: the beginning
+    of error messages. Raises CheckpointError for a missing or unknown architecture.
     """
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str):

@@ -225,8 +225,9 @@ def _generation(vocabulary: GgufVocabulary) -> dict[str, object]:
 
 
 def _templates(metadata: Mapping[str, object], reader: MetadataReader) -> dict[str, str]:
-    """Returns name -> text of the chat templates in a GGUF file's metadata; the template without a name is
-    called "default". Templates that are invalid or too long become problems of `reader`, the metadata's
+    """Returns name -> text of the chat templates in a GGUF file's metadata; the template under
+    tokenizer.chat_template is called "default", the others by what follows that and a dot in their keys.
+    Templates that are invalid or too long are left out and become problems of `reader`, the metadata's
     reader.
     """
     templates = {}

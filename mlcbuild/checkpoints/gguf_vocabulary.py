@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from mlcbuild.errors import did_you_mean, one_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of tokens, 1 to 6, numbered alike in GGUF files and in SentencePiece's model files."""
+"""Types of tokens, 1 to 6 in the order normal, unknown, control, user-defined, unused and byte, numbered
+alike in GGUF files and in SentencePiece's model files."""
 LARGEST_VOCABULARY = 1 << 22
 """Largest number of tokens in a vocabulary that is accepted. The largest published vocabularies have
 262,144.
@@ -21,8 +22,8 @@ LARGEST_ARRAY = 1 << 24
 to three merges for each token.
 """
 MODELS = ("gpt2", "llama", "t5", "bert")
-"""Supported values of the GGUF metadata key tokenizer.ggml.model, which stand for byte-level BPE,
-SentencePiece BPE, SentencePiece unigram, and WordPiece.
+"""Supported values of the GGUF metadata key tokenizer.ggml.model: "gpt2" stands for byte-level BPE, "llama"
+for SentencePiece BPE, "t5" for SentencePiece unigram, and "bert" for WordPiece.
 """
 IDS = {
     "bos": "bos_token_id",
@@ -68,7 +69,8 @@ class GgufVocabulary:
     """
     pre_tokenizer: str
     ids: Mapping[str, int]
-    """Role of a token, such as "bos" -> its id. Roles that the GGUF file does not state are absent."""
+    """Role of a token, such as "bos" -> its id. Roles that the GGUF file does not state are absent, except
+    that "unk" is then the first token of the type "unknown", if there is one."""
     flags: Mapping[str, bool]
     """Name of a tokenizer flag, one of `FLAGS` -> its value in the GGUF file. Flags that the GGUF file does
     not state are absent.
@@ -269,8 +271,8 @@ def _tokens(reader: MetadataReader) -> list[str]:
 
 def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, int]:
     """Returns role of a token (a key of IDS) -> its id, from a GGUF file's metadata. size: number of tokens;
-    ids outside 0..size-1 become problems of `reader`, the metadata's reader. more: those of the roles "sep",
-    "mask" and "cls" to read as well.
+    ids that are no integers from 0 to size - 1 are left out and become problems of `reader`, the metadata's
+    reader. more: those of the roles "sep", "mask" and "cls" to read as well.
     """
     ids = {}
     for role, name in IDS.items():
@@ -292,9 +294,9 @@ def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, in
 def _types(reader: MetadataReader, tokens: list[str], ids: Mapping[str, int], pieces: bool) -> list[int]:
     """Returns the type of each token by id, one of GGUF's integers 1 to 6 such as NORMAL, CONTROL or BYTE; []
     for an invalid type, which becomes a problem of `reader`, the reader of the GGUF file's metadata, as does
-    a wrong number of types. A file without types has NORMAL tokens and, if `pieces` is True for
-    SentencePiece's tokenizers, BYTE for texts such as "<0x0A>". BOS and the tokens that end a text are always
-    CONTROL.
+    a wrong number of types. The type 0 in a file counts as NORMAL. A file without types has NORMAL tokens
+    and, if `pieces` is True for SentencePiece's tokenizers, BYTE for texts such as "<0x0A>". BOS and the
+    tokens that end a text are always CONTROL.
     """
     key = "tokenizer.ggml.token_type"
     entries = reader.array(key, (int,))
