@@ -37,7 +37,8 @@ def verify_step(variant: Variant, checkpoint: Checkpoint, bundle: str, reference
 
 def bench_step(variant: Variant, bench: Bench, bundle: str) -> Step:
     """Returns the build step that measures a bundle's speed. The result depends on the kind of machine, which
-    is therefore among the parameters of the step. bundle: name of the step that assembles the bundle."""
+    is therefore among the parameters of the step, and the step runs alone. bundle: name of the step that
+    assembles the bundle."""
     machine_kind = machine.kind()
     return Step(
         f"bench/{variant.name}",
