@@ -68,7 +68,8 @@ def _linker(_: Path | None) -> str:
 
 def _crosses(_: Path | None) -> str:
     """Returns a text that lists the target presets for which this machine can build, and those for which it
-    cannot. It raises nothing if it can build for none."""
+    lacks a tool, such as "can build for a, b; not for c". It raises nothing if it can build for none: the
+    text then begins with "can build for none"."""
 
     def can_build(name: str) -> bool:
         target = presets()[name]

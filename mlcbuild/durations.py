@@ -5,7 +5,8 @@ from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration given in seconds: 0.12 s, 8.1 s, 3 min 04 s, 2 h 05 min."""
+    """Formats a duration given in seconds: 0.12 s, 8.1 s, 3 min 04 s, 2 h 05 min. From an hour on, seconds
+    are left out."""
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 60:

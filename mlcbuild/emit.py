@@ -54,8 +54,9 @@ def emit(run: Finished, product: Product) -> bool:
     """Writes one finished bundle of a variant to its output directory, and returns True; returns False if it
     was already there, byte for byte.
 
-    The manifest is that of the step `verify` if there is one. Raises UsageError when the output holds files
-    of the user, StoreError when the store is damaged, MlcbuildError when the output cannot be written.
+    The steps of the variant must have results. The manifest, bundle.json, is that of the step `verify` if
+    there is one. Raises UsageError when the output holds files of the user, StoreError when the store is
+    damaged, MlcbuildError when the output cannot be written; an older output is then unchanged.
     """
     graph, store = run.pipeline.graph, run.store
     bundle_record = run.records[graph.resolve(product.bundle)]
@@ -94,7 +95,7 @@ def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:
 
 def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
     """Yields an SLSA resource descriptor (name, uri, SHA-256 digest) for each file that the steps `fetches`
-    downloaded."""
+    downloaded from a hub, by step and file name."""
     for step in fetches:
         files = cast("dict[str, dict[str, Json]]", step.params["files"])
         for name, pinned in sorted(files.items()):
@@ -106,7 +107,9 @@ def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
 
 
 def _files(run: Finished, steps: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """Yields an SLSA resource descriptor (name, BLAKE3 digest) for each local file that `steps` read."""
+    """Yields an SLSA resource descriptor (name, BLAKE3 digest) for each local file that `steps` read, sorted
+    by name: the name of its source and the path in it, joined by "/". A file that several steps read is
+    yielded once."""
     digests: dict[tuple[str, str], str] = {}
     for step in steps:
         if step.name not in run.sources:

@@ -10,6 +10,7 @@
     │   └── VerificationError     exit code 1   a bundle's answers differ too much from its model's
     ├── ProvenanceError           exit code 1   a bundle lacks a valid provenance statement
     ├── StoreError                exit code 1   a store is damaged or cannot be written
+    │   └── LostBlobError         exit code 1   a file of a store is missing, or was damaged and removed
     ├── RemoteError               exit code 1   a shared cache cannot be used, or holds what it must not
     ├── PublishError              exit code 1   a bundle could not be published or downloaded
     └── SetupError                exit code 3   this machine lacks something: the message says what to install
@@ -70,7 +71,7 @@ mistake explains most of them."""
 
 class Problems(list[Problem]):
     """The problems of one file, collected in a list. Adding more than MOST_PROBLEMS (1000) raises InputError,
-    which lists those so far."""
+    which lists those so far and one about their number."""
 
     def append(self, problem: Problem) -> None:
         if len(self) >= MOST_PROBLEMS:
@@ -89,8 +90,8 @@ class StepError(MlcbuildError):
 
 class CheckpointError(StepError):
     def __init__(self, message: object) -> None:
-        """Creates the error for a checkpoint. message: one problem per line; the middle of very long ones is
-        left out, since they quote names and values of the checkpoint's files."""
+        """Creates the error for a checkpoint. message: one problem per line; "..." replaces the middle of
+        lines of more than 2000 characters, since they quote names and values of the checkpoint's files."""
         super().__init__("\n".join(map(shortened, str(message).split("\n"))))
 
 
@@ -145,9 +146,10 @@ square of the length."""
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Returns the end of an error message about an unknown name `word`: "did you mean" the most similar valid
-    name or, if none is similar, the first 30 valid names in alphabetical order, with the number of the
-    others; "none is defined" if there are no names."""
+    """Returns the end of an error message about an unknown name `word`: "did you mean 'a'?" with the most
+    similar valid name or, if none is similar, "known: a, b and 3 more", with the first 30 valid names in
+    alphabetical order, each cut after 100 characters, and the number of the others; "none is defined" if
+    there are no names."""
     names = sorted(valid)
     if (closest := closest_name(word, names)) is not None:
         return f"did you mean '{closest}'?"
@@ -157,7 +159,8 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
 
 
 def closest_name(word: str, valid: Iterable[str]) -> str | None:
-    """Returns the valid name of which `word` is most likely a misspelling; None if it resembles none."""
+    """Returns the valid name of which `word` is most likely a misspelling; None if it resembles none, or has
+    more than 100 characters."""
     return max(close_names(word, sorted(valid)), key=lambda name: _likeness(word, name), default=None)
 
 
@@ -186,7 +189,7 @@ def shortened(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Returns a text as one line: every character that is not printable, such as a newline, is written as an
-    escape sequence."""
+    escape sequence of Python, such as \\n."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

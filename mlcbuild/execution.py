@@ -15,9 +15,10 @@ class Execution:
     """Options for running steps: where they run, and with how many cores and how much memory."""
 
     jobs: int = 0
-    """Number of cores that all running steps share; 0: all cores of this machine."""
+    """Number of cores that all running steps share; 0: all cores of this machine, or of the cluster."""
     memory: int = 0
-    """Bytes of memory that all running steps share; 0: nine tenths of the machine's memory."""
+    """Bytes of memory that all running steps share; 0: nine tenths of this machine's memory, or what the
+    cluster's workers have."""
     keep_going: bool = False
     """True if a run continues after a failed step with the steps that do not need its result."""
     executor: str = "processes"

@@ -26,7 +26,8 @@ _PUBLIC = re.compile(r"ed25519:[A-Za-z0-9_-]{43}")
 
 @dataclass(frozen=True)
 class Signer:
-    """An ed25519 private key for signatures, and the text that names its public key."""
+    """An ed25519 private key for signatures, and the text that names its public key: "ed25519:" and 43
+    characters of URL-safe base64."""
 
     public: str
     private: Ed25519PrivateKey = field(repr=False)
@@ -56,9 +57,8 @@ def is_right(public: str, signature: bytes, message: bytes) -> bool:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Returns the path of the file with the user's signing key: $MLCBUILD_KEY, or by default mlcbuild/key.pem
-    in the user's configuration directory on this system.
-    """
+    """Returns the path of the file with the user's signing key: $MLCBUILD_KEY as an absolute path, or by
+    default mlcbuild/key.pem in the user's configuration directory on this system. The file need not exist."""
     if chosen := environ.get("MLCBUILD_KEY"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
@@ -68,8 +68,8 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def create(path: Path) -> Signer:
-    """Creates a signing key in a new file that only its owner can read, and returns the key. Raises
-    UsageError if the file exists or cannot be written."""
+    """Creates a signing key in a new file that only its owner can read, with missing directories, and returns
+    the key. Raises UsageError if the file exists, which is not changed, or cannot be written."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -95,7 +95,8 @@ def create(path: Path) -> Signer:
 
 def load(path: Path) -> Signer | None:
     """Reads the signing key in a file; returns None if the file does not exist. Raises UsageError for a file
-    that cannot be read or holds anything but an ed25519 key in PEM form."""
+    that cannot be read, is larger than 64 KiB, or holds anything but an unencrypted ed25519 key in PEM
+    form."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

@@ -31,7 +31,7 @@ def read_recipe(
 ) -> Recipe:
     """Reads a recipe and the configs of its local models, and returns the recipe. settings: variable name ->
     value for the recipe's vars; allow_outside: True if paths may leave the project. Raises InputError with
-    all problems of the recipe and the models."""
+    all problems of the recipe and of its local models and adapters."""
     return load(Path(recipe), settings, allow_outside, prospect.faults)
 
 
@@ -39,7 +39,8 @@ def read_lock(recipe: Recipe) -> Lock:
     """Reads the lock file of a recipe, and checks that it pins every model and adapter on a hub; returns an
     empty lock if all are local.
 
-    Raises UsageError when one is not pinned yet, InputError for an invalid lock file.
+    Raises UsageError that names all models and adapters that are not pinned yet, InputError for an invalid
+    lock file.
     """
     sources = hub_sources(recipe)
     if not sources:
@@ -61,7 +62,9 @@ def check(
     model, quantization scheme and target to build. settings: variable name -> value for the recipe's vars;
     allow_outside: True if paths may leave the project.
 
-    Raises InputError with all problems. Models on a hub need not be pinned in the lock file yet.
+    Raises InputError with all problems of the recipe or, if it has none, of what its variants require of
+    local models or, if there are none, of the lock file. Models on a hub need not be pinned in the lock file
+    yet.
     """
     read = read_recipe(recipe, settings, allow_outside)
     prospect.check(read)
@@ -79,8 +82,8 @@ def lock(
 
     Returns (path of the lock file, what was pinned, sorted by name, True if the file was written). It is not
     written if it is up to date, or if there is none and nothing to pin. Raises InputError for an invalid
-    recipe or lock file, SourceError for a repository that cannot be read, UsageError if the lock file cannot
-    be written.
+    recipe or lock file, SourceError with a message for each repository that cannot be read (nothing is
+    written then), UsageError if the lock file cannot be written.
     """
     read = load(Path(recipe), settings, allow_outside)
     sources = hub_sources(read)
@@ -102,8 +105,9 @@ def moved(
     the recipe's vars; allow_outside: True if paths may leave the project.
 
     Returns (path of the lock file, source -> (pinned commit, current commit) for each branch or tag that has
-    moved). Raises InputError for an invalid recipe or lock file, UsageError if the lock file lacks a source
-    of the recipe, SourceError if the hub refuses or cannot be reached.
+    moved); sources that the recipe names by commit are not queried. Raises InputError for an invalid recipe
+    or lock file, UsageError if the lock file lacks a source of the recipe, SourceError if the hub refuses or
+    cannot be reached.
     """
     read = load(Path(recipe), settings, allow_outside)
     if not hub_sources(read) and not read.lock.exists():

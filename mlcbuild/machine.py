@@ -25,8 +25,8 @@ def memory() -> int:
 
 
 def kind() -> str:
-    """Returns the processor and the number of cores of this machine, such as "Some Processor, 8 cores".
-    Machines with equal text count as equally fast."""
+    """Returns the processor of this machine and the number of cores that this process may use, such as "Some
+    Processor, 8 cores". Machines with equal text count as equally fast."""
     return f"{_processor()}, {cores()} cores"
 
 

@@ -49,12 +49,12 @@ _WORDS: Mapping[str, bool | None] = {
 }
 _CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 """Matches a character that a YAML file may not contain: a control character other than tab and line break, a
-surrogate, a byte order mark or a noncharacter. U+0085, U+2028 and U+2029 are among them, because YAML 1.1
-reads them as line breaks and YAML 1.2 does not."""
+surrogate, U+FFFE, U+FFFF, or a byte order mark (one at the beginning of a file is removed before). U+0085,
+U+2028 and U+2029 are among them, because YAML 1.1 reads them as line breaks and YAML 1.2 does not."""
 _ODD_SPACE = "[\xa0\u1680\u180e\u2000-\u200b\u202f\u205f\u2060\u3000]"
 _MISTAKEN = re.compile(rf"(?:^ *|:)(?P<a>{_ODD_SPACE})|(?P<b>{_ODD_SPACE}) *(?:#|$)", re.MULTILINE)
-"""Matches a character that is mistaken for a space where YAML requires one: before a key, after ':', or
-before a comment or a line's end."""
+"""Matches a character that is mistaken for a space where YAML requires one: at a line's beginning, after ':',
+or before a comment or a line's end."""
 
 
 @dataclass(frozen=True, order=True)
@@ -87,7 +87,8 @@ class Document:
     as it is written in the file.
     """
     problems: tuple[Problem, ...] = ()
-    """Problems that do not prevent reading the YAML file, such as a duplicate key."""
+    """Problems that do not prevent reading the YAML file, such as a duplicate key (its first value is
+    kept)."""
 
     def place(self, where: Where) -> Place:
         """Returns the Place (file, line, column) of the value at the path `where`, keys and list indices in
@@ -118,9 +119,10 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Reads a YAML file, and returns its data with their positions. Raises InputError with all problems if it
-    cannot be read, is too large or cannot be parsed; problems that leave the data complete, such as a
-    duplicate key, are in the result."""
+    """Reads a YAML file, and returns its data with their positions. Raises InputError with all problems up to
+    the point where reading ends if it cannot be read, is larger than 4 MiB, empty or malformed, or holds an
+    alias, a merge key, or a list or mapping as a key; other problems, such as a duplicate key, are in the
+    result."""
     try:
         data = regular.read(path, MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -133,8 +135,9 @@ def read(path: Path) -> Document:
 
 def parse(data: bytes, file: str) -> Document:
     """Parses the bytes of a YAML file and returns its data with their positions. file: its name, for
-    messages. Raises InputError with all problems if they are too large or cannot be parsed; problems that
-    leave the data complete, such as a duplicate key, are in the result."""
+    messages. Raises InputError with all problems up to the point where reading ends if they are more than 4
+    MiB, empty or malformed, or hold an alias, a merge key, or a list or mapping as a key; other problems,
+    such as a duplicate key, are in the result."""
     if len(data) > MAX_BYTES:
         raise InputError([_too_large(file)])
     builder = _Builder(file)
@@ -197,8 +200,8 @@ def _decode(data: bytes, file: str) -> str:
 
 
 def _named(character: str) -> str:
-    """Returns a description of an invisible character: its code point and, unless it is a control character,
-    its Unicode name."""
+    """Returns a description of an invisible character: its code point and, unless it is a control character
+    or a surrogate, its Unicode name."""
     number = f"U+{ord(character):04X}"
     if unicodedata.category(character) in ("Cc", "Cs", "Cn"):
         return f"the control character {number}"
@@ -363,9 +366,8 @@ class _Builder:
 
     def _put(self, value: Data, event: yaml.Event) -> Where:
         """Stores a value that the YAML parser has read in the mapping or list that is being built, or as the
-        document's root, and returns the value's path, keys and list indices. event: the parser's event, for
-        line and column.
-        """
+        document's root, and returns the value's path, keys and list indices. The value of a repeated key is
+        dropped. event: the parser's event, for line and column."""
         if not self.stack:
             self.root = value
             where: Where = ()

@@ -105,8 +105,9 @@ def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]
 
 
 def described(value: object) -> str:
-    """Returns a value of a recipe or target file as error messages show it, such as "'text'", "true" or "an
-    empty list"; text beyond 60 characters is cut off."""
+    """Returns a value of a recipe or target file as error messages show it, such as "'text'", "true",
+    "nothing" for null, "a mapping" or "an empty list"; a text of more than 60 characters is cut to its first
+    57 and "..."."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -162,9 +163,9 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
-    """Validates the JSON schema keyword `pattern`, and yields an error if the value does not match. A `$` in
-    the pattern matches only at the end of the text, as in ECMAScript; Python's also matches before a final
-    newline."""
+    """Validates the JSON schema keyword `pattern`, and yields an error if the value is text in which the
+    pattern does not occur. A `$` in the pattern matches only at the end of the text, as in ECMAScript;
+    Python's also matches before a final newline."""
     from jsonschema.exceptions import ValidationError
 
     if isinstance(value, str) and not _expression(pattern).search(value):
@@ -172,9 +173,8 @@ def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[
 
 
 def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[ValidationError]:
-    """Validates the JSON schema keyword `uniqueItems` in linear time, and yields an error if two items are
-    equal.
-    """
+    """Validates the JSON schema keyword `uniqueItems` in linear time, and yields an error if two items of a
+    list are equal; 1 and 1.0 are different."""
     from jsonschema.exceptions import ValidationError
 
     if isinstance(items, list) and len(items) > len({repr(item) for item in items}):
@@ -195,8 +195,9 @@ def _without_variables(rule: Data) -> Data:
 
 
 def _applicable(rule: Schema, root: Schema) -> Iterator[Schema]:
-    """Yields a JSON schema, and the schemas under its `$ref` and `then`, which apply to the same value. root:
-    the whole schema, in which references are resolved."""
+    """Yields a JSON schema, and the schemas under its `$ref` and `then`, and theirs, which apply to the same
+    value (`then` without a look at its condition). root: the whole schema, in which references are
+    resolved."""
     yield rule
     target = rule.get("$ref")
     if isinstance(target, str):
@@ -206,8 +207,8 @@ def _applicable(rule: Schema, root: Schema) -> Iterator[Schema]:
 
 
 def _definition(root: Schema, reference: str) -> Schema:
-    """Returns the definition in a JSON schema that a reference such as `#/$defs/name` names. root: the whole
-    schema."""
+    """Returns the definition in a JSON schema that a reference such as `#/$defs/name` names, which must
+    exist. root: the whole schema."""
     part: Data = root
     for name in reference.removeprefix("#/").split("/"):
         part = part[name] if isinstance(part, dict) else None
@@ -273,7 +274,8 @@ def _sentences(error: ValidationError) -> Iterator[SchemaError]:
 
 def _demand(error: ValidationError, rule: Schema) -> str:
     """Returns the rule of a JSON schema that a value violates, such as "must be at least 1", for the end of
-    an error message."""
+    an error message. It has words only for the keywords that mlcbuild's schemas use; another one raises
+    KeyError."""
     limit = cast(Any, error.validator_value)
     kind = str(error.validator)
     if kind == "type":
@@ -293,8 +295,8 @@ def _demand(error: ValidationError, rule: Schema) -> str:
 
 
 def _purpose(rule: Schema, key: str) -> str:
-    """Returns the description of a key from a JSON schema, such as ": the models to build", to be appended to
-    an error message; "" if the schema describes no keys."""
+    """Returns the first sentence of the description of a key in a JSON schema, such as ": the models to
+    build", to be appended to an error message; "" if the schema describes no keys."""
     properties = rule.get("properties")
     if not isinstance(properties, dict):
         return ""

@@ -25,7 +25,8 @@ for the KV cache and for other programs.
 _BYTES = {8: 1.07, 6: 0.83, 5: 0.71, 4: 0.58}
 """Bits of a quantized weight -> bytes of storage per weight, scales included."""
 _MARKS = {"F32": 32.0, "F16": 16.0, "Q8": 8.5, "Q6": 6.6, "Q3": 3.9, "Q2": 3.2}
-"""Text in the name of a GGUF file -> bits of storage per weight, scales included."""
+"""Text in the name of a GGUF file, in upper case -> bits of storage per weight, scales included. The first
+that occurs in the name counts."""
 _USUAL_BITS = 5.0
 """Assumed bits per weight, scales included, of a GGUF file whose name states no type: most such files have
 types of 4 or 5 bits."""
@@ -44,7 +45,7 @@ class SchemeChoice:
 def choose_scheme(words: str, count: int | None = None, memory: int | None = None) -> SchemeChoice:
     """Chooses the quantization scheme for a model if the user named none, and returns its name with the
     reason. It has 4 bits per weight, or more for a model of less than a billion parameters: as many, up to 8,
-    as fit into half of the memory.
+    as fit into half of the memory. If the number of parameters is unknown, or nothing fits, it has 4 bits.
 
     words: triple, processor and features of the machine, separated by spaces. count: number of the model's
     parameters; None if it is unknown. memory: bytes for weights and everything else; None: this machine's.
@@ -65,7 +66,8 @@ def choose_scheme(words: str, count: int | None = None, memory: int | None = Non
 
 def _schemes(words: str) -> dict[int, str]:
     """Returns number of bits of a weight -> name of the quantization scheme with such weights that suits a
-    machine. words: triple, processor and features of the machine, separated by spaces.
+    machine, most bits first: 8 and 4, on machines with int8 products also 6 and 5. words: triple, processor
+    and features of the machine, separated by spaces.
 
     int8 products need instructions that sum bytes: AVX2 and later, or Arm's dot product; other processors
     multiply floats about as fast. Of the 4-bit schemes for int8 products, only the one with a single scale is
@@ -78,7 +80,8 @@ def _schemes(words: str) -> dict[int, str]:
 
 
 def parameter_count(source: str) -> int | None:
-    """Returns the number of parameters of a checkpoint; None if it cannot be determined.
+    """Returns the number of parameters of a checkpoint; None if it cannot be determined, such as for a
+    damaged checkpoint or a hub that cannot be reached.
 
     source: the path of a directory or a GGUF file, or an hf:// address. For an address the number follows
     from the sizes of the weights files on the hub, with two bytes per parameter, or with the bits that the

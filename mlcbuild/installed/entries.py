@@ -117,8 +117,8 @@ class InstalledModel:
             os.utime(self.directory / _ENTRY)
 
     def write(self) -> None:
-        """Writes the description of this installed model to installed.json in its directory. Raises OSError
-        if the file cannot be written."""
+        """Writes the description of this installed model to installed.json in its directory, which must
+        exist; an older file is replaced by rename. Raises OSError if the file cannot be written."""
         fields = {name: value for name, value in asdict(self).items() if name != "directory"}
         partial = self.directory / f".{_ENTRY}.{os.getpid()}"
         partial.write_text(json.dumps({"format": FORMAT, **fields}, indent=1) + "\n", encoding="utf-8")
@@ -150,8 +150,8 @@ def _read_all(directory: Path) -> Iterator[tuple[float, InstalledModel]]:
 
 
 def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
-    """Returns the installed model whose name or source is `name`. Raises UsageError, which suggests a similar
-    name or lists the installed models, if there is none."""
+    """Returns the installed model whose name or source is `name`, the first of several. Raises UsageError,
+    which suggests a similar name or lists the installed models, if there is none."""
     for entry in entries:
         if name in (entry.name, entry.source):
             return entry
@@ -161,8 +161,9 @@ def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
 
 def place(root: Path, source: str, scheme: str, target: str) -> Path:
     """Returns the directory for an installed model in the store at `root`, and creates nothing. Its name
-    comes from the source and the scheme; a number is appended if another source or machine already uses that
-    name. A model with the same source, scheme and machine has the same directory."""
+    comes from the source and the scheme; a number ("-2", "-3" and so on) is appended if another source or
+    machine already uses that name. A model with the same source, scheme and machine has the same
+    directory."""
     base_name = slug(source)
     name = f"{base_name}-{scheme}" if scheme else base_name
     others = {entry.name: entry for entry in read(root)}
@@ -174,8 +175,8 @@ def place(root: Path, source: str, scheme: str, target: str) -> Path:
 
 def slug(source: str) -> str:
     """Returns a name for a model, made of the last component of its path or address: letters, digits, '.',
-    '_' and '-', at most 80. A revision (@...), query (?...) and the ending .gguf are left out; "model" if
-    nothing is left."""
+    '_' and '-', at most 80; other characters become '-', and neither '.' nor '-' stands at an end. A revision
+    (@...), query (?...) and the ending .gguf are left out; "model" if nothing is left."""
     stem = source.partition("://")[2] or source
     stem = stem.partition("?")[0].partition("@")[0].rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     return re.sub("[^A-Za-z0-9._-]+", "-", stem)[:80].strip(".-") or "model"
@@ -187,8 +188,9 @@ def remove(entry: InstalledModel) -> None:
 
 
 def stats(source: Path) -> dict[str, tuple[int, int]]:
-    """Returns file name -> (size in bytes, mtime in ns) of a checkpoint's files. source: its directory, or a
-    GGUF file, of which all split files are included."""
+    """Returns file name -> (size in bytes, mtime in ns) of a checkpoint's files. source: its directory, of
+    which subdirectories are left out, or a GGUF file, for which every .gguf file beside it counts whose name
+    begins like its own, so all split files. Raises OSError if the directory cannot be read."""
     if source.is_dir():
         names = [item.name for item in os.scandir(source) if item.is_file()]
     else:

@@ -35,7 +35,8 @@ class FirstRecipe:
     checkpoint: Path | None
     """The directory to which the user must still add the model's checkpoint; None if the model exists."""
     commands: tuple[str, ...]
-    """The commands, as a user types them, that build the recipe."""
+    """The commands, as a user types them, that build the recipe, in order; for a model on the hub, `mlcbuild
+    lock` comes first."""
 
 
 def write(model: str) -> FirstRecipe:
@@ -69,9 +70,9 @@ def write(model: str) -> FirstRecipe:
 
 
 def _source(model: str) -> str:
-    """Returns the model's path or hf:// address as YAML text; a path below the working directory begins with
-    "./". Raises UsageError if the path does not exist, or is the working directory, into which bundles would
-    be written."""
+    """Returns the model's path or hf:// address as YAML text in double quotes; a path below the working
+    directory begins with "./". Raises UsageError if the path does not exist, or is the working directory,
+    into which bundles would be written."""
     if "://" in model:
         return json.dumps(model, ensure_ascii=False)
     path = Path(model)

@@ -96,8 +96,8 @@ def _build(entry: InstalledModel, chosen: SchemeChoice, options: InstallOptions)
     """Writes a recipe into the directory of a model that is being installed, and builds its bundle there.
     entry: the model with its directory in the store; chosen: the quantization scheme, and why it was chosen.
 
-    Raises UsageError for a model that cannot be built, the error of the first build step that fails, and
-    KeyboardInterrupt if the build was interrupted.
+    Raises UsageError for a model that cannot be built, SourceError if the hub cannot be queried, the error of
+    the first build step that fails, and KeyboardInterrupt if the build was interrupted.
     """
     recipe, model = entry.directory / RECIPE, entry.name.removesuffix(f"-{entry.scheme}")
     recipe.write_text(recipe_text(model, entry.source, entry.scheme), encoding="utf-8")

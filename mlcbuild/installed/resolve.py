@@ -26,8 +26,10 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
     """Returns the directories of the bundles to which a name refers; several for a directory of bundles.
 
     A name is a bundle, a directory of bundles, a checkpoint (a directory or a GGUF file), an address (oci://
-    or hf://), or the name of an installed bundle. A missing bundle is built or downloaded, and kept. Raises
-    UsageError for a name that refers to nothing, and the error of a build or download that fails.
+    or hf://), or the name of an installed bundle, in this order of precedence. A missing bundle is built or
+    downloaded, and kept. Raises UsageError for a name that refers to nothing or a wrong scheme, SetupError if
+    this machine's processor is unknown and the name is no existing bundle or directory of bundles, and the
+    error of a build or download that fails.
     """
     path = Path(name)
     if not name:
@@ -56,7 +58,8 @@ def machine_words() -> str:
 def _by_name(name: str, options: InstallOptions) -> Path:
     """Returns the directory of the bundle of the installed model called `name`. The bundle is built or
     downloaded again if it is missing or its checkpoint has changed. If the options name another scheme, the
-    bundle with that scheme is built unless it is installed. Raises UsageError if there is no such model."""
+    bundle with that scheme is built unless it is installed. Raises UsageError if there is no such model,
+    SetupError if this machine's processor is unknown, and the error of a build or download that fails."""
     installed_models = entries.read(options.root)
     entry = next((entry for entry in installed_models if entry.name == name), None)
     if entry is None:
@@ -108,9 +111,9 @@ def _kept(source: str, options: InstallOptions, words: str) -> InstalledModel | 
 
 
 def _checkpoint(path: Path) -> Path:
-    """Returns the path of the checkpoint that an existing path names: a directory, or a GGUF file in it.
-    Raises UsageError if there is none.
-    """
+    """Returns the path of the checkpoint that an existing path names: the path itself if it is a GGUF file or
+    a directory with config.json, or the only GGUF file in a directory without one. Raises UsageError for any
+    other path."""
     if path.suffix == ".gguf" or (path / CONFIG).is_file():
         return path
     if path.is_file():
