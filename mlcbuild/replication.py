@@ -105,7 +105,8 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
     have. The plan must have been computed with these caches.
 
     warnings: those of the plan. Raises RemoteError with all warnings if a download failed, or if there are
-    warnings and a result is absent; the results that were downloaded stay in the store.
+    warnings and a result is absent, StoreError if the store cannot be written; the results that were
+    downloaded stay in the store.
     """
     remote = [(step, step.record) for step in plan.steps if step.state == "remote" and step.record]
     sharing = Sharing(store, [Link(remote) for remote in remotes])
@@ -153,7 +154,7 @@ def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:
     """Checks all bytes of a store, removes damaged files, and downloads damaged and missing files from remote
     caches, if any are passed. The result lists what was restored and what was not.
 
-    Raises StoreError when the store cannot be read.
+    Raises StoreError when the store cannot be read or, if remote caches are passed, written.
     """
     if not remotes:
         return CheckedStore(upkeep.verify(store))

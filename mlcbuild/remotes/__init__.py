@@ -28,7 +28,8 @@ class Remote:
     or http://host/path, s3://bucket/prefix or oci://host/repository."""
     mode: Mode = "readwrite"
     ci_only: bool = False
-    """True for a remote cache to which results are uploaded only if the environment variable CI is set."""
+    """True for a remote cache to which results are uploaded only if the environment variable CI is set, to
+    anything but "", "0" and "false"."""
     trust: tuple[str, ...] = ()
     """Public keys, `ed25519:...`: step records must be signed by one of them; () accepts every record."""
 

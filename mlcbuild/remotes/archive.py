@@ -65,11 +65,12 @@ class Moved:
 
 def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | None = None) -> Moved:
     """Writes an archive of step records and their blobs, and returns the numbers of records, blobs and bytes
-    of blobs. The file `path` appears, or is replaced, once the archive is complete.
+    of blobs. The file `path` appears, or is replaced, once the archive is complete, and stays as it is if
+    that fails.
 
-    signer: signs the records; None: they are not signed. Raises StoreError when a record's files are damaged
-    or missing, UsageError when something else than a file has that name, MlcbuildError when the archive
-    cannot be written.
+    records: each at most once. signer: signs the records; None: they are not signed. Raises StoreError when a
+    record's files are damaged or missing, UsageError when something else than a file has that name,
+    MlcbuildError when the archive cannot be written.
     """
     if path.exists() and not path.is_file():  # a directory, or a device, which a rename would replace
         raise UsageError(f"{path}: is not a regular file, which an archive replaces: name another one")
@@ -105,8 +106,7 @@ def _add(archive: tarfile.TarFile, name: str, source: io.IOBase | BinaryIO, size
 
 def _add_blob(archive: tarfile.TarFile, store: Store, entry: Entry) -> None:
     """Adds the file of a blob to an archive. Raises StoreError if the bytes that were written do not match
-    the blob's digest.
-    """
+    the blob's digest, OSError if reading or writing fails."""
     with store.blob(entry.digest).open("rb") as blob:
         source = _Hashed(blob)
         _add(archive, f"cas/{entry.digest}", source, entry.size)
@@ -164,8 +164,8 @@ def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
 
 def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
     """Yields name and size in bytes of each member of a tar file, with `file` positioned at the member's
-    first byte. Raises RefusedError for a damaged archive, or one with unexpected members.
-    """
+    first byte, up to the block of zeros that ends the archive. Raises RefusedError for a damaged archive, or
+    one with unexpected members."""
     names: set[str] = set()
     while (header := file.read(_BLOCK)).strip(b"\0"):
         name, size = _header(header)
@@ -189,8 +189,8 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
 
 
 def _header(header: bytes) -> tuple[str, int]:
-    """Returns name and size in bytes from the 512-byte header of a tar member. Raises RefusedError for
-    anything but regular files."""
+    """Returns name and size in bytes from the 512-byte header of a tar member. Raises RefusedError for a
+    header that is cut off or has a wrong checksum, and for anything but a regular file."""
     if len(header) < _BLOCK:
         raise RefusedError("it is cut off")
     name = header[:100].rstrip(b"\0").decode(errors="replace")
@@ -253,8 +253,7 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 def _stored(descriptor: int, start: int, size: int) -> int:
     """Returns how many of `size` bytes, from offset `start` on, a file really stores; the others are holes,
-    which read as zeros.
-    """
+    which read as zeros. Returns `size` if the system does not report holes."""
     if not hasattr(os, "SEEK_DATA"):
         return size
     before = os.lseek(descriptor, 0, os.SEEK_CUR)

@@ -1,4 +1,5 @@
-"""Looks up the credentials of a host in the environment or netrc. They never appear in a message."""
+"""Looks up the credentials of a host in the environment or netrc, for registries also in Podman's and
+Docker's files. They never appear in a message."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def variables(host: str) -> tuple[str, str]:
     """Returns the names of the environment variables for a host's bearer token and its `user:password`. They
-    end in the host's name with underscores, EXAMPLE_ORG for example.org.
+    end in the host's name in capitals, with "_" for all but letters and digits: MLCBUILD_TOKEN_EXAMPLE_ORG
+    and MLCBUILD_LOGIN_EXAMPLE_ORG for example.org.
 
     The host is part of the name, so that a recipe cannot make mlcbuild send a credential to another host.
     """
@@ -32,7 +34,8 @@ def variables(host: str) -> tuple[str, str]:
 def authorization(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """Returns the value of the Authorization header for a host, or None without credentials.
 
-    A bearer token comes first, then a login, then netrc's entry. Raises RemoteError for malformed credentials
+    The token of the first environment variable comes first ("Bearer <token>"), then the login of the second
+    ("Basic <base64>"), then netrc's entry. host: without a port. Raises RemoteError for malformed credentials
     and for an unreadable netrc.
     """
     token, login = variables(host)
@@ -84,11 +87,12 @@ def refusal(host: str, status: int, *, authorized: bool) -> str:
 
 def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """Returns the value of the Authorization header for a registry: from the environment or netrc (see
-    `authorization`), else from Podman's and Docker's files.
+    `authorization`), else from Podman's, else from Docker's file.
 
     Credential helpers that these files name are run. `host` may include a port. Returns None without
-    credentials. Raises RemoteError for malformed credentials, for a file that cannot be read or parsed, and
-    if a credential helper fails.
+    credentials. A helper that is not installed or ends with an error has none. Raises RemoteError for
+    malformed credentials, for a file that cannot be read or parsed, and if a helper does not follow Docker's
+    protocol or runs for more than 30 seconds.
     """
     header = authorization(host.rpartition(":")[0] if ":" in host else host, environ)
     if header is not None:
@@ -120,8 +124,8 @@ def _from_docker(path: Path, host: str) -> str | None:
 def _from_helper(helper: str, host: str) -> str | None:
     """Runs a helper program of Docker's credential protocol, and returns the value of the Authorization
     header. helper: the end of the program's name, docker-credential-<helper>. Returns None if the program is
-    not installed or has no credentials for the host. Raises RemoteError if it does not follow the protocol.
-    """
+    not installed, ends with an error, or has no credentials for the host. Raises RemoteError if it does not
+    follow the protocol or runs for more than 30 seconds."""
     program = (
         shutil.which(f"docker-credential-{helper}") if re.fullmatch(r"[A-Za-z0-9_.-]+", helper) else None
     )

@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """A pool of up to `most` daemon threads. Leaving it as a context manager does not wait for calls that
-    hang.
+    """A pool of up to `most` daemon threads. Leaving it as a context manager cancels calls that have not
+    started, and waits at most one second for the others, which may hang.
 
     `concurrent.futures.ThreadPoolExecutor` does not suit, because the interpreter joins its threads at
     exit.
@@ -52,7 +52,8 @@ class Background:
 
     def all(self, calls: Iterable[Callable[[], Result]]) -> list[Result]:
         """Runs several calls in parallel in daemon threads and returns their results in order. If calls fail,
-        raises the exception of the first of them in that order; calls after it may then still run."""
+        raises the exception of the first of them in that order; calls after it may then still run. Raises
+        CancelledError for a call that `close` cancelled."""
         futures = [self.submit(call) for call in calls]
         return [future.result() for future in futures]
 

@@ -7,13 +7,13 @@ files are read by the standard library. Five things are written here, because ur
                                         with its interim ones, and one for each read of a body. urllib3's
                                         timeouts limit single reads of a socket, and its `total` does not
                                         cover headers or bodies that arrive byte by byte
-    Client.ask       25                 retries until a point in time, and none after a timeout or for PATCH;
+    Client.ask       24                 retries until a point in time, and none after a timeout or for PATCH;
                                         urllib3's Retry counts attempts and has no limit of time
-    Client.close     10                 ends reads of other threads, so that a run ends at once
+    Client.close      8                 ends reads of other threads, so that a run ends at once
     _proxy           13                 the proxy of the environment variables; urllib3 is given its address
     ranges.py        89                 an object over several connections, by the rate that is measured
 
-auth.py (89 lines) looks up credentials by the name of the host, which no recipe can change, and asks Docker's
+auth.py (90 lines) looks up credentials by the name of the host, which no recipe can change, and asks Docker's
 helpers. The rest of this file words failures. Certificates are checked against the system's, or those in
 `SSL_CERT_FILE`; proxies are those of `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`.
 """
@@ -60,7 +60,8 @@ _BROKEN = (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException)
 
 
 class Client:
-    """An HTTP client of one server, https://host:port or http://host:port. Methods are thread-safe.
+    """An HTTP client of one server, https://host:port or http://host:port. Methods are thread-safe. Creating
+    it raises RemoteError if $SSL_CERT_FILE or the proxy in the environment is invalid.
 
     Each response must be passed to `body`, `end` or `discard`, which reuse or close its connection.
     """
@@ -98,7 +99,8 @@ class Client:
         None. Raises RemoteError if no response arrives, and SlowError if the request exceeds the timeout.
 
         Broken connections and the statuses 429, 500, 502, 503 and 504 are retried twice, except for PATCH, of
-        which a part may have arrived, and after the timeout.
+        which a part may have arrived, and after the timeout. Invalid certificates and failures of a proxy are
+        not retried. What reading `source` raises, other than OSError, passes through.
         """
         began = time.monotonic()
         for pause in (*(PAUSES if method != "PATCH" else ()), None):
@@ -251,9 +253,8 @@ def _context(chosen: str) -> ssl.SSLContext:
 
 
 def _proxy(parts: SplitResult) -> SplitResult | None:
-    """Returns the URL of the proxy that environment variables name for a server; None without a proxy.
-    Raises RemoteError for a kind of proxy that is not supported.
-    """
+    """Returns the URL of the proxy that environment variables name for a server; None without a proxy. Raises
+    RemoteError for anything but an http proxy with a valid address."""
     setting = urllib.request.getproxies().get(parts.scheme)
     if not setting or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None

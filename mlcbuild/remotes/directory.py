@@ -30,9 +30,8 @@ _is_upload = re.compile(f"[0-9a-f]{{{2 * _NAME_BYTES}}}").fullmatch
 
 
 class Directory:
-    """The transport for a remote cache in a directory. The directory must exist: an empty mount point must
-    not be mistaken for the cache.
-    """
+    """The transport for a remote cache in a directory. Methods raise RemoteError if the directory does not
+    exist: an empty mount point must not be mistaken for the cache, so it is not created."""
 
     def __init__(self, root: Path, timeout: float = TIMEOUT) -> None:
         self._root = root
@@ -76,10 +75,9 @@ class Directory:
         return
 
     def _in_time(self, call: Callable[[], Result], operation: str = "read") -> Result:
-        """Runs a call on the file system with a time limit, since calls hang when a file server is gone,
-        and returns its result. operation: what the call does, for the message. Raises RemoteError if the
-        time passes, or the call fails.
-        """
+        """Runs a call on the file system with a time limit, since calls hang when a file server is gone, and
+        returns its result. operation: what the call does, for the message. Raises SlowError if the time
+        passes, RemoteError if the call raises OSError; its other exceptions pass through."""
         try:
             return within(self._timeout, call).result()
         except TimeoutError:
@@ -122,8 +120,8 @@ def _prepare(root: Path, *directories: Path) -> None:
 
 def _opened(root: Path, name: str) -> int | None:
     """Opens the regular file `name` below `root` for reading and returns its file descriptor; None if it does
-    not exist. Raises RemoteError if `root` is no directory, and DamagedError for anything but a regular file.
-    """
+    not exist. Raises RemoteError if `root` is no directory, and DamagedError for anything but a regular file,
+    OSError if it cannot be opened."""
     _check(root)
     try:
         descriptor = os.open(root / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -26,14 +26,14 @@ def download(
     stop: threading.Event,
     on_bytes: Callable[[int], None],
 ) -> bool:
-    """Completes a partial download of a blob in the file `part`, verifies it, and returns True. Returns False
-    if the remote cache does not have the blob.
+    """Completes a partial download of a blob in the file `part`, which it creates if it is missing, verifies
+    it, and returns True. Returns False if the remote cache does not have the blob.
 
     Bytes that are already in `part` are kept if the whole file then has the right digest; otherwise the blob
     is downloaded once more as a whole. entry: digest and size of the blob; stop: event that cancels the
     download; on_bytes: called with the number of new bytes. Raises DamagedError, after which `part` is gone;
-    RemoteError and CancelledError, after which the downloaded bytes stay; OSError when `part` cannot be
-    written.
+    RemoteError (after several failed requests) and CancelledError, after which the downloaded bytes stay;
+    OSError when `part` cannot be written.
     """
     name = f"cas/{entry.digest}"
     with _Part(part, entry.size) as target:

@@ -21,7 +21,7 @@ DIRECTORY = "sent"
 has received."""
 _LARGEST = 64 << 20
 """Largest size in bytes that is read of a file with the keys that a remote cache has received, which suffices
-for a million keys."""
+for a million keys. A larger one counts as empty."""
 
 
 class Ledger:

@@ -68,7 +68,7 @@ class Link:
     def record(self, key: str) -> Record | None:
         """Downloads and checks the step record of a key; returns None if the remote cache has no valid one,
         or is not read in this run. A refused record, and a request that fails, add a warning; after the
-        latter the remote is not used again in this run."""
+        latter the remote is not used again in this run, after three objects with wrong contents not read."""
         name = f"ac/{key}"
         if self.unread:
             return None
@@ -84,8 +84,9 @@ class Link:
     def blob(self, entry: Entry, part: Path, stop: threading.Event, on_bytes: Callable[[int], None]) -> bool:
         """Downloads a blob of the remote cache into the file `part`, verifies it and returns True. Returns
         False if the remote does not have it or is not read in this run, and, with a warning, if the bytes are
-        wrong or the download fails. stop: event that cancels the download; on_bytes: called with the number
-        of new bytes. Raises CancelledError if `stop` is set, OSError if the file cannot be written."""
+        wrong or the download fails; after a failure the remote is not used again in this run, after three
+        objects with wrong contents not read. stop: event that cancels the download; on_bytes: called with the
+        number of new bytes. Raises CancelledError if `stop` is set, OSError if the file cannot be written."""
         if self.unread:
             return False
         try:
@@ -99,11 +100,12 @@ class Link:
 
     def send(self, record: Record, store: Store, stop: threading.Event) -> bool:
         """Uploads a step record and its blobs, the record last, and returns True if the remote cache has all
-        of them afterwards; False if nothing is written to the remote in this run, and, with a warning, if the
-        upload fails or a file here is damaged.
+        of them afterwards; False if nothing is written to the remote in this run, and, with a warning, if a
+        file here is damaged or the upload fails, after which nothing more is written to the remote in this
+        run.
 
-        Objects that the remote has are not sent again, unless they or many others there were damaged. stop:
-        event that cancels the upload. Raises CancelledError if `stop` is set.
+        Objects that the remote has are not sent again, unless they or at least three others there were
+        damaged. stop: event that cancels the upload. Raises CancelledError if `stop` is set.
         """
         if self.unwritten:
             return False
@@ -119,9 +121,9 @@ class Link:
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
         """Uploads the file `place` to the remote cache as a blob, and returns True if the remote has the blob
-        afterwards; False if nothing is written to the remote in this run, and, with a warning, if the upload
-        fails or the file has other bytes. entry: digest and size of the blob. Raises CancelledError if `stop`
-        is set."""
+        afterwards; False if nothing is written to the remote in this run, and, with a warning, if the file
+        has other bytes or the upload fails, after which nothing more is written to the remote in this run.
+        entry: digest and size of the blob. Raises CancelledError if `stop` is set."""
         if self.unwritten:
             return False
         try:
@@ -249,7 +251,8 @@ class Link:
 
 class _Watched:
     """A file that is being uploaded to a remote cache. Reading it raises CancelledError after the run was
-    ended, and SlowError (a RemoteError) when the upload is too slow."""
+    ended, SlowError (a RemoteError) when the upload is too slow, and RemoteError if the file cannot be read.
+    """
 
     def __init__(self, file: BinaryIO, stop: threading.Event, timeout: float) -> None:
         self._file = file

@@ -23,9 +23,8 @@ _FILE = "application/octet-stream"
 
 
 class Oci:
-    """The transport for a remote cache in a repository of an OCI registry. Raises RemoteError for invalid
-    credentials.
-    """
+    """The transport for a remote cache in a repository of an OCI registry. Creating it raises RemoteError for
+    credentials, a certificate file or a proxy in the environment that cannot be used."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         self._registry = Registry(parse(url), timeout)

@@ -68,8 +68,8 @@ class Descriptor:
 
 
 def layers_of(manifest: bytes) -> list[Descriptor]:
-    """Returns the layers that an OCI manifest lists. Raises ValueError for anything but a manifest with
-    layers."""
+    """Returns the layers that an OCI manifest lists, in its order. Raises ValueError for anything but a
+    manifest with layers."""
     try:
         document = strict_json.parse(manifest)
         return [Descriptor.from_json(item) for item in document["layers"]]
@@ -108,8 +108,8 @@ def _split(path: str) -> tuple[str, str]:
 
 def parse(url: str) -> RegistryAddress:
     """Parses a valid oci:// URL into the host, the repository, the tag or digest, and whether the connection
-    is unencrypted: as its option plain-http states, and without that option only if the host is this machine.
-    """
+    is unencrypted: as its option plain-http states, and without that option only if the host is this machine:
+    localhost, ::1 or 127.*."""
     parts = urlsplit(url)
     repository, reference = _split(parts.path)
     local = parts.hostname in ("localhost", "::1") or bool(re.match(r"127\.", parts.hostname or ""))

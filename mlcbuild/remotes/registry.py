@@ -48,7 +48,8 @@ class UploadSource(Protocol):
 
 
 class Registry:
-    """A client of one repository in an OCI registry. Thread-safe. Methods raise RemoteError on failure."""
+    """A client of one repository in an OCI registry. Thread-safe. Methods raise RemoteError on failure; so
+    does creating it, for credentials, a certificate file or a proxy that cannot be used."""
 
     def __init__(self, place: RegistryAddress, timeout: float = TIMEOUT) -> None:
         self.place = place
@@ -107,8 +108,9 @@ class Registry:
 
     def mount(self, digest: str, repository: str) -> bool:
         """Makes a blob of another repository of the same registry available in this one without an upload,
-        and returns True; returns False if the registry does not do that and the blob must be uploaded.
-        digest: the blob's, as sha256:<64 hex>; repository: the other one. Raises RemoteError on failure."""
+        and returns True; returns False if the registry answers otherwise and the blob must be uploaded.
+        digest: the blob's, as sha256:<64 hex>; repository: the other one. Raises RemoteError if the registry
+        does not answer or refuses the credentials."""
         query = urlencode({"mount": digest, "from": repository})
         response = self._ask("POST", f"blobs/uploads/?{query}", {"Content-Length": "0"}, mounts=repository)
         self._home.end(response)
@@ -216,9 +218,10 @@ class Registry:
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
     def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
-        """Sends a request to the registry and follows redirects to other servers, which receive no
-        credentials. Returns (client of the last server, its response). Raises RemoteError for a redirect to
-        an address without encryption, and SlowError if redirects exceed the time limit."""
+        """Sends a request to the registry and follows up to five redirects to other servers, which receive no
+        credentials. Returns (client of the last server, its response). A further redirect is that response.
+        Raises RemoteError for a redirect to an invalid address, or from https to one without encryption, and
+        SlowError if redirects exceed the time limit."""
         client, response = self._home, self._ask(method, name, headers)
         url = f"{self.place.address}/v2/{self.place.repository}/{name}"
         until = time.monotonic() + self._timeout

@@ -47,8 +47,8 @@ Result = TypeVar("Result")
 
 
 class S3:
-    """The transport for a remote cache in one bucket. Raises RemoteError when obstore or credentials are
-    missing."""
+    """The transport for a remote cache in one bucket. Creating it raises RemoteError when obstore or
+    credentials are missing, or the AWS files cannot be read."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         try:
@@ -336,7 +336,7 @@ def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Starts an event loop in a separate thread, which lives as long as the process, and returns it."""
+    """Returns an event loop, which the first call starts in a thread that lives as long as the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="s3", daemon=True).start()
     return loop

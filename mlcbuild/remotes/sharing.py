@@ -83,7 +83,7 @@ class Sharing:
 
     def look_up(self, keys: Iterable[str]) -> None:
         """Requests the step records of many keys from the remote caches in parallel, and caches the answers
-        for `find`, which looks up one key."""
+        for `find`, which looks up one key. Keys that were looked up before are not requested again."""
         asked = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._found |= {key: self._read(key) for key in asked}
         if self.links:
@@ -166,7 +166,7 @@ class Sharing:
 
     def kept(self, key: str) -> None:
         """Notes in the store that every writable remote cache has the step result with this key, so that no
-        later run uploads it again."""
+        later run uploads it again. Does nothing if the store cannot be written."""
         for name in self.writers:
             self._ledgers[name].add(key)
         with suppress(OSError):

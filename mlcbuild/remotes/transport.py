@@ -127,7 +127,8 @@ def border() -> Iterator[None]:
     raise: MlcbuildError (of which RemoteError is one), DamagedError and CancelledError.
 
     Whatever the data of a remote cache makes this code or a library raise is the remote's fault and must not
-    end a run. The message names only the kind of exception, because its text may quote the remote.
+    end a run. The message has the system's reason for an OSError, and names only the kind of any other
+    exception, whose text may quote the remote.
     """
     try:
         yield
@@ -164,8 +165,7 @@ class Transport(Protocol):
 
     def size(self, name: str) -> int | None:
         """Returns the size in bytes of the object `name`, such as "cas/<digest>"; None if the remote cache
-        does not have it.
-        """
+        does not have it or does not state the size."""
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         """Stores the `size` bytes of the stream `source`, which must be seekable and at its beginning, in the
