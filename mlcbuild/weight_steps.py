@@ -41,8 +41,8 @@ def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
 
 def checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
     """Returns the inputs of a build step that reads a checkpoint's weights: name of an argument of the step's
-    action -> `Input`, which names the step or source whose files are passed. The arguments are "checkpoint"
-    and one for each LoRA adapter."""
+    action -> `Input`, which names the step or source whose files are passed. The arguments are "checkpoint",
+    and "adapter-1", "adapter-2" and so on for the LoRA adapters."""
     adapters = {adapter_argument(i): Input(node.name) for i, node in enumerate(checkpoint.adapters)}
     return {"checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files), **adapters}
 
@@ -55,7 +55,7 @@ def labels_of(variant: Variant) -> dict[str, str]:
 
 def scheme_params(scheme: quant.Storage) -> dict[str, Json]:
     """Returns the parameters of a build step that describe a quantization scheme: {"scheme": the scheme as
-    JSON}, or {"candidates": list of schemes} if a step chooses among several."""
+    JSON}, or {"candidates": list of such schemes} if a step chooses among several."""
     if scheme.candidates:
         return {"candidates": [quant.to_json(candidate) for candidate in scheme.candidates]}
     return {"scheme": quant.to_json(scheme)}
@@ -70,8 +70,8 @@ def weights_step(
 ) -> Step:
     """Returns the build step that quantizes a checkpoint's weights and writes them. config: name of the step
     with the model's config; chosen: {"budget": input from the step that chose a format for each matrix}, or
-    {} without a budget; calibrated: name of the step that measured the importance of matrix columns, or None
-    if there is no such step. The key of the weights covers the importance, not the other files of the step
+    {} if no step did; calibrated: name of the step that measured the importance of matrix columns, or None if
+    there is no such step. The key of the weights covers the importance, not the other files of the step
     `calibrated`. Raises UsageError for a format for which the variant's device has no kernels."""
     measured = {}
     if calibrated is not None:

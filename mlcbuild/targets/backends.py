@@ -30,11 +30,11 @@ class Backend:
     a program is missing."""
     layout: Callable[[Scheme], str]
     """Function from a quantization scheme to the name of the physical layout, such as "plain", "row" or
-    "x16", that the device's kernels read. It is also called for the scheme of each override. It raises
-    UsageError for a format without kernels."""
+    "x16", that the device's kernels read. It is also called for the scheme of each override and of each
+    candidate of a choice. It raises UsageError for a format without kernels."""
     runtime_files: tuple[str, ...]
-    """Names, without suffix, of the shared libraries that a bundle must include to run its compiled
-    library.
+    """Names, without .so or .dylib, of the shared libraries that a bundle must include to run its compiled
+    library, such as "libtvm_runtime".
     """
     can_run: Callable[[Target, Target], str | None]
     """Function of (target, host) that returns the reason why the machine `host` cannot run code for `target`;
