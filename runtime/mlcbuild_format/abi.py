@@ -36,7 +36,8 @@ class SamplingParams(NamedTuple):
     top_p: float
     """Nucleus sampling: the probability mass that is kept, from 0 to 1; 1 keeps every token."""
     top_k: float
-    """The number of most likely tokens from which the token is sampled; 0 means all tokens."""
+    """The number of most likely tokens from which the token is sampled; 0 means all tokens. Tokens as likely
+    as the last of them count, too."""
     random: float
     """The random number in [0, 1) that selects the token. It is the last of the sampling parameters because a
     request fixes the others, while each of its tokens has a different random number."""
@@ -49,7 +50,7 @@ SKIP = SamplingParams(inverse_temperature=-1.0, logit_drop=-inf, top_p=1.0, top_
 negative."""
 NO_TOKEN, INVALID_TOKEN = -2, -1
 """Special values in place of a sampled token: NO_TOKEN for a row of logits from which no token is to be
-sampled, INVALID_TOKEN for a row whose largest logit is NaN."""
+sampled, INVALID_TOKEN for a row in which a logit is NaN or the largest one is infinite."""
 
 
 class LoopState(NamedTuple):
@@ -176,7 +177,8 @@ an int32 tensor."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
 """The library function that runs the model on a batch, samples a token from each row of logits into
 `sampled`, and returns the masked logits, float32 [1, q, vocab]. It also makes the copies in the KV cache that
-`forks` lists. A row of logits has the same bits whatever else is in the batch.
+`forks` lists. Up to 16 rows are computed so that each row of logits has the same bits whatever else is in the
+batch.
 """
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
 """The library function for steps whose tokens belong to prompts: it runs the model on a batch, samples a

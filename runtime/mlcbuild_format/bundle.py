@@ -64,8 +64,8 @@ def read(path: Path) -> Manifest:
 
 def check(path: Path, full: bool = True) -> Manifest:
     """Returns the manifest of a bundle after checking that the directory `path` holds exactly the listed
-    files, their sizes, the headers of weights and library, the signature of the weights, and the digests of
-    all files except weights.
+    files, their sizes, the headers of the weights and of a shared library, the signature of the weights, and
+    the digests of all files except weights.
 
     full: True to check also the digests of the weights, which takes a CPU-second for 2 GB. Raises BundleError
     at the first check that fails.

@@ -145,8 +145,9 @@ class Fields:
         return tuple(numbers)
 
     def number(self, key: str, minimum: float, maximum: float) -> float | None:
-        """Returns the number in the field `key` of the JSON object, or None where the field is absent or
-        null. Raises FieldError for a number below `minimum` or above `maximum`, and for any other type."""
+        """Returns the number in the field `key` of the JSON object as a float, or None where the field is
+        absent or null. Raises FieldError for a number below `minimum` or above `maximum`, and for any other
+        type."""
         value = self.value.get(key)
         if value is None:
             return None

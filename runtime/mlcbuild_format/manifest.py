@@ -54,7 +54,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Serving:
-    """Default sampling parameters and special tokens, from the checkpoint's generation_config.json."""
+    """Default sampling parameters and special tokens, from the checkpoint's generation_config.json; None and
+    () for what it does not state."""
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -174,8 +175,8 @@ class Manifest:
 MAX_INT32 = (1 << 31) - 1
 MAX_FILES = 10_000
 MAX_VALUES = 100_000
-"""Maximum number of JSON values in an object of bundle.json that is kept unchanged, such as the model's
-config."""
+"""Maximum number of keys and values in a JSON object of bundle.json that is kept unchanged, such as the
+model's config."""
 MAX_NESTING = 16
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
 """Regular expression of a file or directory name that is valid on every file system and needs no quoting in a

@@ -20,7 +20,8 @@ from mlcbuild_format.signature import Tensor
 
 FORMAT = "mlcbuild-program/2"
 DEVICE_VARIABLE = "MLCBUILD_DEVICE"
-"""Environment variable that chooses the GPU adapter to use, by a part of its name or by its number."""
+"""Environment variable that chooses the GPU adapter to use, by a part of its name or by its number among the
+machine's adapters, counted from 0."""
 FEATURES_VARIABLE = "MLCBUILD_DEVICE_FEATURES"
 """Environment variable with the names, separated by commas, of the optional features of a GPU that may be
 used; all may if it is not set."""

@@ -26,7 +26,8 @@ def kind(path: Path) -> str:
 
 
 def open_file(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
-    """Returns a regular file, open for reading. With `follow_link`, a symbolic link to one is accepted, too.
+    """Returns a regular file, open for reading. With `follow_link`, a symbolic link to one is accepted, too;
+    otherwise a link counts as no regular file.
 
     Raises OSError if it cannot be opened, with errno EINVAL for anything that is not a regular file: opening
     a named pipe would wait for a writer, and opening a device may act on it.
@@ -50,7 +51,8 @@ def _open(path: str | Path, follow_link: bool) -> tuple[int, int]:
 
 
 def read(path: str | Path, limit: int, *, follow_link: bool = True) -> bytes:
-    """Returns the bytes of a regular file. With `follow_link`, a symbolic link to one is accepted.
+    """Returns the bytes of a regular file. With `follow_link`, a symbolic link to one is accepted; otherwise
+    a link counts as no regular file.
 
     Raises OSError if the file cannot be read, with errno EINVAL for anything that is not a regular file and
     EFBIG for a file of more than `limit` bytes; `strerror` is the reason in words.

@@ -55,8 +55,9 @@ _decode = decoder()
 
 
 def parse(data: bytes | str) -> Any:
-    """Returns the value of a JSON document in UTF-8. Raises ValueError for invalid JSON, and JsonError for a
-    document that JSON readers interpret differently."""
+    """Returns the value of a JSON document in UTF-8. Raises ValueError for invalid JSON, and JsonError, a
+    ValueError, for a document that JSON readers interpret differently (duplicate keys, NaN, a byte order
+    mark) or that is nested too deeply."""
     try:
         return _decode(data if isinstance(data, str) else data.decode())
     except RecursionError:
