@@ -55,8 +55,8 @@ class Speed:
 
 def _rate(tokens: int, intervals: int, seconds: float) -> str:
     """Returns a speed, `intervals` / `seconds` in tokens per second, as text such as " (12.3 tok/s)"; "" if
-    the time is 0 or there are too few tokens for a meaningful speed. tokens: number of tokens; intervals:
-    number of them that were computed in these seconds."""
+    the time is 0 or there are fewer than 16 tokens, too few for a meaningful speed. tokens: number of tokens;
+    intervals: number of them that were computed in these seconds."""
     return f" ({intervals / seconds:.1f} tok/s)" if tokens >= FEWEST and seconds > 0 else ""
 
 

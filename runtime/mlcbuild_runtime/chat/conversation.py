@@ -121,7 +121,8 @@ class Conversation:
 
     def _regen(self) -> str:
         """Replaces the last answer of the chat by a new one, which it prints. Returns "", or a message if
-        there is no answer to replace. Raises ServingError if the model cannot answer."""
+        there is no answer to replace. Raises ServingError if the model cannot answer; the last answer then
+        stays."""
         match self.history[-2:]:
             case [{"role": "user", "content": str(text)}, answer]:
                 del self.history[-2:]

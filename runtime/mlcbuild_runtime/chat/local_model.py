@@ -28,8 +28,8 @@ class LocalModel:
     """A bundle with an engine in this process, as the model of a chat."""
 
     def __init__(self, path: Path | str, threads: int | None = None) -> None:
-        """Loads the bundle in directory `path`. Raises BundleError for a damaged bundle, SetupError if this
-        machine cannot run it.
+        """Loads the bundle in directory `path`. Raises BundleError for a damaged bundle or one for another
+        device or processor, SetupError if the machine lacks something else that loading needs.
         """
         executor, tokenizer = untrusted.load(path, threads)
         self._engine = Engine(executor, tokenizer, EngineOptions(max_batch=1)).start()

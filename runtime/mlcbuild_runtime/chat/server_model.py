@@ -120,7 +120,8 @@ class ServerModel:
     def _count(self, document: Mapping[str, Json]) -> None:
         """Updates the token counts and times of a server's answer from the fields `usage` and `timings` of
         `document`, a JSON object that the server sent. If one of the fields is absent or no object, the
-        numbers that it would state stay as they are."""
+        numbers that it would state stay as they are. A number that is missing within a field becomes 0
+        (tokens) or None (seconds)."""
         usage, timings = document.get("usage"), document.get("timings")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
