@@ -148,8 +148,8 @@ class Matcher:
         return self._bytes_ahead >= _WORTH
 
     def forced(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that spell the bytes which the constraint forces next; none if there
-        is a choice, or if the tokenizer would add a space that the constraint does not allow.
+        """Returns up to `count` tokens that spell the bytes which the constraint forces next; [] if they are
+        fewer than two bytes, or if the tokenizer would add a space that the constraint does not allow.
         """
         if not self.forces:
             return []
@@ -242,8 +242,8 @@ class Grammars:
         return outcome
 
     def close(self) -> None:
-        """Ends the child processes in which constraints are tried before they are compiled. Any thread may
-        call it."""
+        """Ends the child processes in which constraints are tried before they are compiled; later constraints
+        that are not cached are refused. Any thread may call it."""
         with self._first:
             if "_trials" in self.__dict__:
                 self._trials.close()
@@ -278,8 +278,8 @@ class Grammars:
         return outcome
 
     def _keep(self, key: Key, compiled: Compiled) -> list[Compiled]:
-        """Adds a compiled constraint to the cache, and returns the least recently used constraints that the
-        cache drops for it."""
+        """Adds a compiled constraint to the cache, whose lock the caller holds, and returns the least
+        recently used constraints that the cache drops for it."""
         self._kept[key] = compiled
         dropped, total = [], sum(each.bytes for each in self._kept.values())
         while total > KEPT_BYTES:

@@ -36,7 +36,8 @@ class Stage:
     tokens."""
     places: int
     """Maximum number of constraints that may wait for the child process to compile them on trial; beyond it,
-    requests are refused."""
+    one request is refused: the new one, or the last one of the client with the most waiting if that has at
+    least two more than the new one's client."""
     patience: float
     """Maximum seconds that a constraint waits for the child process to compile it on trial; after that, its
     request is refused."""
@@ -118,7 +119,8 @@ class Trials(Generic[T]):
         use: function from the outcome of the trial, which states the bytes of memory used, to the compiled
         constraint or an error message. For a constraint that exceeds the first limit it runs in a thread of
         low priority, for one constraint at a time in each stage. Raises CrowdedError if too many constraints
-        wait in a stage or this one has waited too long, and SetupError if no child process can be started.
+        wait in a stage, this one has waited too long, or one of another client takes its place in a full
+        queue, and SetupError if no child process can be started.
         """
         decided, outcome = self._cached(key)
         delay = DELAY if looks_costly(grammar) else 0.0
@@ -140,7 +142,8 @@ class Trials(Generic[T]):
             self._outcomes.pop(key, None)
 
     def close(self) -> None:
-        """Ends the child processes in which constraints are compiled on trial. Any thread may call it."""
+        """Ends the child processes in which constraints are compiled on trial; no new ones are started. Any
+        thread may call it."""
         for each in self.tries:
             each.trial.close()
 
