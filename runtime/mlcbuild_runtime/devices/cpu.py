@@ -43,8 +43,8 @@ _STEPS_DONE = abi.STATE_COLUMNS.index("steps_done")
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> CpuExecutor:
     """Loads a CPU bundle whose manifest has been read, and returns its executor. threads: number of computing
     threads, None for the default; pages: number of pages of the KV cache, None for enough for a full batch of
-    full contexts. Raises BundleError for a damaged or unsuitable bundle, SetupError if this machine cannot
-    run it."""
+    full contexts. Raises BundleError for a damaged bundle or one for another device or processor, SetupError
+    if the TVM runtime is missing or cannot be loaded, or TVM_NUM_THREADS is no number of threads."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
@@ -74,8 +74,9 @@ class CpuExecutor:
     def load(cls, path: Path | str, threads: int | None = None, pages: int | None = None) -> CpuExecutor:
         """Loads the bundle in directory `path`, and returns its executor. threads: number of computing
         threads, None for the default; pages: number of pages of the KV cache, None for enough for a full
-        batch of full contexts. Raises BundleError for a damaged bundle, SetupError if this machine cannot run
-        it."""
+        batch of full contexts. Raises BundleError for a damaged bundle or one for another device or
+        processor, SetupError if the TVM runtime is missing or cannot be loaded, or TVM_NUM_THREADS is no
+        number of threads."""
         path = Path(path).absolute()
         return load(path, bundle.read(path), threads, pages)
 
@@ -103,8 +104,8 @@ class CpuExecutor:
 
     def prepare_pages(self, used: int) -> Iterator[None]:
         """Allocates memory for pages of the KV cache in small parts while the engine is idle, until twice as
-        many pages have memory as were ever in use; yields after each part. used: number of pages that were
-        ever in use."""
+        many pages have memory as were ever in use, or all have; yields after each part. used: number of pages
+        that were ever in use."""
         first, last = max(used, self._prepared), min(2 * used, self.pages)
         for ready in tensors.back(np.from_dlpack(self._cache), first, last):
             self._prepared = ready
@@ -176,7 +177,8 @@ class CpuExecutor:
         return time.thread_time()
 
     def forward(self, step: ModelStep) -> Floats:
-        """Returns the logits of a step of the model, float32 [rows, vocabulary], without sampling tokens."""
+        """Returns the logits of a step of the model, float32 [rows, vocabulary], without sampling tokens. The
+        keys and values of its tokens are written to the KV cache."""
         return executor.forward(self, step)
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
@@ -218,7 +220,9 @@ class CpuExecutor:
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
         """Returns the logits of every position of one sequence, float32 [len(tokens), vocabulary]. chunk:
-        number of tokens computed in one call, None for the library's limit."""
+        number of tokens computed in one call, None for the library's limit. The call overwrites the first
+        pages of the KV cache. Raises ValueError if there is no token, more than the context or the cache
+        holds, or one outside the vocabulary."""
         return executor.score(self, tokens, chunk)
 
 

@@ -49,7 +49,8 @@ selects; the whole row is read only if these do not suffice."""
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> GpuExecutor:
     """Loads a GPU bundle whose manifest has been read, and returns its executor. threads: not used; pages:
     number of pages of the KV cache, None for enough for a full batch of full contexts. Raises BundleError for
-    a damaged or unsuitable bundle, SetupError if there is no GPU that can run it."""
+    a bundle that is damaged or that the GPU cannot hold or run, SetupError if there is no GPU, its driver
+    refuses, or wgpu is not installed."""
     program = gpu_program.read(path, manifest)
     _check_interface(path / manifest.library, program)
     _check_rows(path / manifest.library, program, manifest)
@@ -199,9 +200,9 @@ class GpuExecutor:
         self, calls: list[tuple[str, dict[str, int]]], params: Sequence[SamplingRow], masks: Masks
     ) -> list[int]:
         """Executes calls of the GPU program, applies masks to the logits that these compute, and returns a
-        token sampled from each row of logits, NO_TOKEN for a row whose parameters request none. calls:
-        (function, name of a size -> value) each; params: sampling parameters of each row; masks: (index of a
-        row, mask with one bit per token) each."""
+        token sampled from each row of logits, NO_TOKEN for a row whose parameters request none, INVALID_TOKEN
+        for one with NaN. calls: (function, name of a size -> value) each; params: sampling parameters of each
+        row; masks: (index of a row, mask with one bit per token) each."""
         count = len(params)
         if masks:
             self._masked(calls, masks)
@@ -267,8 +268,9 @@ class GpuExecutor:
 
     def _greedy_steps(self, step: ModelStep, following: FollowingSteps) -> list[list[int]]:
         """Executes decode steps in which the most likely token is sampled. Returns one list for each executed
-        step, with the token of each sequence; the last step is one in which a sequence ends, if any. Tokens
-        stay on the GPU until a submit, a group of steps, ends.
+        step, with the token of each sequence; the last step is one in which a sequence ends, if any. An
+        interrupt ends them after the current submit. Tokens stay on the GPU until a submit, a group of steps,
+        ends.
         """
         rows, count = len(step.tokens), min(1 + len(following.random_numbers), BURST)
         calls = self._prepare(step, (0, rows), list(range(rows)), again=False)
