@@ -33,8 +33,9 @@ class Engine:
         self, executor: Executor, tokenizer: Tokenizer, options: EngineOptions | None = None
     ) -> None:
         """Creates an engine for a loaded bundle, which does not run yet, and loads the draft bundle that
-        `options` names, if any. Raises BundleError if the draft bundle is damaged or does not fit the model,
-        SetupError if this machine cannot run it."""
+        `options` names, if any. Raises BundleError if the draft bundle is damaged, is for another device or
+        processor, or does not fit the model, SetupError if the machine lacks something else that loading it
+        needs."""
         self.executor, self.tokenizer, self.options = executor, tokenizer, options or EngineOptions()
         manifest = executor.manifest
         self.grammars = Grammars(tokenizer.vocabulary, manifest.vocab_size, tokenizer.eos)
@@ -94,8 +95,8 @@ class Engine:
         self._intake.drain()
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Ends every request with an error and stops the engine's thread. Waits up to `timeout` seconds;
-        returns False if a step still runs then."""
+        """Ends every request with an error and stops the engine's thread and child processes for good; the
+        executor stays open. Waits up to `timeout` seconds; returns False if a step still runs then."""
         self._intake.close()
         self.tokenizer.template.close()
         self.grammars.close()

@@ -7,9 +7,11 @@ simulates:
 - While more than one request runs, a turn takes about `TURN_SECONDS`, estimated from the speed of the turn
   before it. A fixed number of tokens that suits a fast machine would stall answers for a third of a second on
   a slow one.
-- The oldest prompt gets half of each turn, so it takes at most twice as long as alone, whatever else arrives.
-- The other half goes to the prompts with the fewest tokens left: a short prompt overtakes long ones, which
-  minimizes the mean time to the first token (shortest remaining processing time first; Schrage, 1968).
+- The oldest prompt of the highest priority gets half of each turn, so it takes at most twice as long as
+  alone, whatever else arrives.
+- The other half goes, in the order of priorities, to the prompts with the fewest tokens left: a short prompt
+  overtakes long ones, which minimizes the mean time to the first token (shortest remaining processing time
+  first; Schrage, 1968).
 """
 
 from __future__ import annotations

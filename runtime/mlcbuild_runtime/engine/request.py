@@ -91,7 +91,7 @@ class Event(NamedTuple):
     """The embedding, float32 [hidden], in the only event of a request for one; None in other events."""
     times: EngineTimes | None = None
     """Seconds that the engine spent on the prompt and on the answer, in the last event of an answer with
-    tokens; None in other events."""
+    tokens that ends without an error; None in other events."""
 
     @property
     def last(self) -> bool:
