@@ -34,8 +34,9 @@ def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops
     paths of the object files.
 
     data: a CompileRequest (model, scheme, target, limits) as JSON. mark: callback that receives the name of
-    each phase when it starts. make_ops: constructor of the device's operations. Raises SetupError for another
-    version of TVM, CompileError if a compiler pass fails or the device lacks a kernel.
+    each phase when it starts. make_ops: constructor of the device's operations. Raises SetupError if the
+    installed TVM contains another version of LLVM than cache keys assume, CompileError if a compiler pass
+    yields an ill-formed module or the device lacks a kernel; TVM's exceptions pass unchanged.
     """
     versions.check()
     request = CompileRequest.from_json(data)

@@ -45,8 +45,7 @@ class LibraryCode:
     params: Sequence[Tensor]
     """The parameter tensors that the compiled library takes, in the order of its arguments."""
     tools: Mapping[str, str]
-    """Name -> version of each program that produced the compiled code, such as TVM's package or the linker.
-    """
+    """Name -> version of each program that produced the compiled code, such as apache-tvm and llvm."""
     memory: LibraryMemory
     kernels: Mapping[str, str]
     """Use of a kernel, such as a kind of matrix or attention -> name of the kernel; in GPU programs, name of

@@ -48,7 +48,7 @@ class Latents:
     layer: Layer
     view: Callable[[str, Expr, int], Tensor]
     """Function of (scratch tensor name, rows, columns) that returns the beginning of this scratch tensor as a
-    [rows, columns] tensor.
+    float32 [rows, columns] tensor.
     """
     product: Callable[[str, Fusion, Sequence[Tensor], Tensor], Tensor]
     """Function of (name of a matrix, fusion, inputs, out) that emits the product of input rows with this

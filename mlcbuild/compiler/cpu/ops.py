@@ -84,8 +84,8 @@ class CpuOps(Parts):
         return columns
 
     def _amx_tile_columns(self, index: int) -> int:
-        """Returns the number of columns of the scratch tensor "pair" if the attention of the layer `index`
-        can store the results of prompt rows in it, packed as tiles for AMX; 0 if it cannot.
+        """Returns the number of columns with which the scratch tensor "pair" is viewed if the attention of
+        the layer `index` can store the results of prompt rows in it, packed as tiles for AMX; 0 if it cannot.
         """
         layer = self.config.layers[index]
         mixer = layer.mixer
@@ -151,8 +151,8 @@ class CpuOps(Parts):
         return dict(sorted(chosen.items())), dict(sorted(fallbacks.items()))
 
     def _products(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yields (parameter name, name of its kernel, reason why the kernel is slow or None) for the
-        embedding lookup and for each matrix product.
+        """Yields (parameter name, name of its kernel, reason why the kernel is slow or None) for each matrix
+        product, and before them for the embedding lookup, as "embed.lookup".
         """
         yield "embed.lookup", self.table.name, None
         params = parameters(self.config)

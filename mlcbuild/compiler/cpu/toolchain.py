@@ -58,7 +58,8 @@ def link(objects: Sequence[Path], out: Path, target: Target) -> None:
     target's output is "object".
 
     Raises SetupError if this machine has no linker for the target or it cannot be run or takes more than 120
-    s, CompileError if linking fails or if a shared library for Linux would need symbols other than ALLOWED.
+    s, CompileError if linking fails or if a shared library for Linux would need symbols that are not in
+    ALLOWED; in the last case `out` is left in place.
     """
     linker = _linker(target)
     where = objects[0].parent

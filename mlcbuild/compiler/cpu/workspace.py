@@ -103,9 +103,9 @@ def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 
 def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
     """Returns the maximum number of bytes of scratch arrays that a kernel holds at one time, on one thread.
-    Each counts as a multiple of 4096, but small arrays of constant size, which lie on the stack, as 0.
-    bounds: name of a symbolic dimension -> its largest value; other: the largest value of all other
-    dimensions.
+    The size of each is rounded up to a multiple of 4096; small arrays of constant size lie on the stack and
+    count as 0. bounds: name of a symbolic dimension -> its largest value; other: the largest value of all
+    other dimensions.
     """
     analyzer = Analyzer()
     for param in kernel.params:
@@ -134,8 +134,8 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
 
 
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:
-    """Returns the maximum number of bytes that an array of a kernel takes from the thread's memory pool; a
-    multiple of 4096. Small arrays of constant size lie on the stack and count as 0.
+    """Returns the maximum number of bytes that an array of a kernel takes from the thread's memory pool,
+    rounded up to a multiple of 4096. Small arrays of constant size lie on the stack and count as 0.
     """
     bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
     bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))

@@ -55,7 +55,7 @@ class Emitter:
     dialect: Dialect = WGSL
     shaders: dict[str, Shader] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    """File name of a kernel -> its source text."""
+    """Path of a kernel's file in the library's directory, such as kernels/gemv_3.wgsl -> its source text."""
     buffers: dict[str, Buffer] = field(default_factory=dict)
     functions: dict[str, tuple[CallVariant, ...]] = field(default_factory=dict)
     _names: dict[object, str] = field(default_factory=dict)

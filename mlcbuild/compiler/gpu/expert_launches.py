@@ -94,8 +94,8 @@ class _Mixture:
     def decode(self) -> tuple[list[Launch], list[Launch]]:
         """Returns two lists of kernel launches for the experts of decoding: those that compute the gated
         values of the chosen experts, and those that multiply these with the experts' output matrices and add
-        up the weighted results. They add the sum to the residual stream or, if a norm follows the experts,
-        store it in the buffer `delta`."""
+        up the weighted results. They add the sum, times the layer's scale, to the residual stream or, if a
+        norm follows the experts, store it in the buffer `delta`."""
         block, layer, norm_name = self._block, self._layer, self._norm_name
         source, norm, norm_buffers = self._build.normed_source(norm_name, layer, self._rows)
         fused = {"outputs": block.size, "gate": self._gate, "norm": norm}
@@ -115,8 +115,8 @@ class _Mixture:
     def prompt(self) -> tuple[list[Launch], list[Launch]]:
         """Returns two lists of kernel launches for the experts of prompt tokens: those that compute the
         outputs of the chosen experts, and a single one that adds up these outputs, times their weights. It
-        adds the sum to the residual stream or, if a norm follows the experts, stores it in the buffer
-        `delta`."""
+        adds the sum, times the layer's scale, to the residual stream or, if a norm follows the experts,
+        stores it in the buffer `delta`."""
         block, hidden = self._block, self._build.config.hidden_size
         sorted_sizes: dict[str, Expression] = {
             "choices": self._choices,

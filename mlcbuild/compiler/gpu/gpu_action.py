@@ -18,13 +18,14 @@ def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out:
     """Compiles a GPU program and writes program.json, kernels/*.wgsl and library.json into the directory
     `out`. params: scheme, target and limits as JSON; inputs["config"]: directory with the converted
     config.json. Raises CompileError if a limit, the target or the compiler prevents it, CheckpointError for
-    an invalid config, SetupError if the installed TVM has another version than expected."""
+    an invalid config, SetupError if the installed TVM contains another version of LLVM than expected."""
     action.compile_library(params, inputs, out, action.Toolchain(gpu_child.__name__, _needs_nothing, _place))
 
 
 def tools(target: Target) -> dict[str, str]:
     """Returns the versions that determine a GPU program, for its cache key: "apache-tvm" -> version of TVM,
-    "llvm" -> version of its LLVM. Raises SetupError if TVM is not installed."""
+    "llvm" -> the major version that its LLVM is expected to have. Raises SetupError if TVM is not installed.
+    """
     return versions.compiler()
 
 

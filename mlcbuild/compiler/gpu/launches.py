@@ -126,8 +126,8 @@ class LaunchBuilder:
 
     def product(self, name: str, bias: str | None = None, **options: Any) -> ProductSpec:
         """Returns a ProductSpec, from which GPU kernels of the product with the matrix `name` are built.
-        bias: the parameter that holds its bias, by default the one named like the matrix; options: further
-        fields of the ProductSpec.
+        bias: the parameter that holds its bias, by default the one named like the matrix; without such a
+        parameter there is no bias; options: further fields of the ProductSpec.
         """
         storage, param = quant.scheme_for(self.scheme, name), self.params[name]
         rows, columns = param.shape[-2:]
@@ -213,9 +213,9 @@ class LaunchBuilder:
     def residual_product(
         self, name: str, post_name: str, layer: LayerSpec, rows: int | None, source: str
     ) -> list[Launch]:
-        """Returns the kernel launches that add source W^T to the residual stream x, or norm(source W^T) if
-        the layer has a norm there. In decoding, norm and addition may be postponed to the next matrix
-        product; `self.stream.pending` then records them.
+        """Returns the kernel launches that add scale * source W^T to the residual stream x, with the layer's
+        scale, or scale * norm(source W^T) if the layer has a norm there. In decoding, norm and addition may
+        be postponed to the next matrix product; `self.stream.pending` then records them.
 
         name: name of the matrix W; post_name: prefix of the names of the norm's parameters; rows: rows of x
         per workgroup in decoding; None: launches for prompts; source: name of the buffer that is multiplied.

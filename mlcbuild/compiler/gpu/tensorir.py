@@ -91,8 +91,9 @@ class KernelBuilder:
 
     @contextmanager
     def launch(self, threads: int, x: Expression, y: Expression = 1) -> Iterator[tuple[Value, Value, Value]]:
-        """Begins the kernel's body, as a context manager: a grid of `x` times `y` workgroups of `threads`
-        threads each. It yields (index of the workgroup in x, in y, index of the thread in the workgroup).
+        """Begins the kernel's body, as a context manager: a grid of `x` times `y` workgroups, expressions
+        over the kernel's scalars, of `threads` threads each. It yields (index of the workgroup in x, in y,
+        index of the thread in the workgroup).
         """
         self.threads, self.grid = threads, (x, y)
         with (

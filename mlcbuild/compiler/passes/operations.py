@@ -10,8 +10,8 @@ from tvm.ir import Op
 
 def operations(function: relax.Function) -> Iterator[tuple[str, relax.Call]]:
     """Yields (name, such as "relax.reshape"; call) of each Relax operation that a function calls, those in
-    branches and inner functions included. Calls of kernels, of other functions and of the runtime's
-    functions are not operations.
+    branches and inner functions included. Direct calls of kernels, of other functions and of the runtime's
+    functions are not operations; "relax.call_tir", which calls a kernel, is one.
 
     The function must be in A-normal form, as Relax's block builder makes it: each call is the value of a
     binding. A visit of every node of the syntax tree takes a hundred times as long, a tenth of the

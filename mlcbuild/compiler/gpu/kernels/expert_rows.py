@@ -39,8 +39,9 @@ class ExpertsSpec:
 
 def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuilder:
     """Returns the kernel y[row * chosen + i] = x[row] W^T for few rows of x float32 [n, inputs], with the
-    matrix W of the row's i-th expert; y is float32 [n * chosen, outputs]. It reads the experts' numbers from
-    `routes` int32 [n * chosen]; rows of y whose expert the launch does not bind stay unchanged."""
+    matrix W of the row's i-th expert; y is float32 [n * chosen, outputs]. Norm, bias and gate are fused with
+    the product if `spec` has them. It reads the experts' numbers from `routes` int32 [n * chosen]; rows of y
+    whose expert the launch does not bind stay unchanged."""
     with kernel(name) as k:
         shape = GemvShape.of(k, spec, 1)
         n, choices = k.size("n"), k.size("choices")
@@ -65,10 +66,11 @@ def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBui
 def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuilder:
     """Returns the kernel that multiplies rows with the matrices of their chosen experts and adds up the
     results: y[row] = the sum over i of weight_i * x[row * chosen + i] W_i^T, where W_i is the matrix of the
-    row's i-th expert. The sum is multiplied by the constant `spec.scale`, and added to y if `spec.residual`
-    is True. x is float32 [n * chosen, inputs], y float32 [n, outputs]. The kernel reads the experts' numbers
-    from `routes` int32 [n * chosen], and their weights from `shares` float32 [n * chosen]; it leaves out
-    experts whose matrices the launch does not bind."""
+    row's i-th expert, whose bias is added to the product if `spec` has one. The sum is multiplied by the
+    constant `spec.scale`, and added to y if `spec.residual` is True. x is float32 [n * chosen, inputs], y
+    float32 [n, outputs]. The kernel reads the experts' numbers from `routes` int32 [n * chosen], and their
+    weights from `shares` float32 [n * chosen]; it leaves out experts whose matrices the launch does not bind.
+    """
     with kernel(name) as k:
         shape = GemvShape.of(k, spec, 1)
         n, choices = k.size("n"), k.size("choices")
@@ -103,10 +105,10 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
 
 def expert_gemm(name: str, spec: ProductSpec, experts: ExpertsSpec, per_row: int) -> KernelBuilder:
     """Returns the kernel y[choice] = x[choice // per_row] W^T for many rows, where a choice numbers a pair
-    (row, chosen expert) and W is the expert's matrix. It computes tiles of choices of one expert: `order`
-    int32 [choices] holds the choices sorted by expert, and `tiles` int32 [tiles, 3] expert, first index in
-    `order` and number of choices. Rows of y whose expert the launch does not bind stay unchanged. per_row:
-    number of choices that share a row of x."""
+    (row, chosen expert) and W is the expert's matrix; a bias is added if `spec` has one. It computes tiles of
+    choices of one expert: `order` int32 [choices] holds the choices sorted by expert, and `tiles` int32
+    [tiles, 3] expert, first index in `order` and number of choices. Rows of y whose expert the launch does
+    not bind stay unchanged. per_row: number of choices that share a row of x."""
     with kernel(name) as k:
         n, choices, count = k.size("n"), k.size("choices"), k.size("tile_count")
         x = k.buffer("x", (n, spec.inputs))

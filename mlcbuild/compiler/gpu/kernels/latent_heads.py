@@ -98,8 +98,8 @@ def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBui
 def append_latent(
     name: str, cache: CacheSpec, spec: LatentSpec, norm: NormSpec, inputs: InputPlaces
 ) -> KernelBuilder:
-    """Returns the kernel that normalizes the latent of each row, rotates the key that all heads share, and
-    writes both to the KV cache.
+    """Returns the kernel that normalizes the latent of each row of `latents` float32 [n, latent + rope_dim],
+    rotates the key that follows it and that all heads share, and writes both to the KV cache.
     """
     with kernel(name) as k:
         n = k.size("n")

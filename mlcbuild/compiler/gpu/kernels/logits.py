@@ -36,7 +36,7 @@ PART = 4096
 CANDIDATES = 64
 _NAN = 0x7F800000
 """The bits of float32 infinity, as an integer. Logits are compared by integer keys that have the same order;
-only the keys of NaN are greater than this number."""
+only keys of NaN (with sign bit 0) are greater than this number."""
 _SMALLEST = -(1 << 31) + 1
 
 
@@ -99,7 +99,7 @@ def mask(name: str, vocab: int) -> KernelBuilder:
 
 def key(bits: Value) -> Value:
     """Returns an int32 key of the float32 with these bits (int32); keys are ordered like the numbers, and -0
-    and 0 have the same key.
+    and 0 have the same key. A NaN comes after infinity or, with sign bit 1, before minus infinity.
     """
     ordered = bind(T.bitwise_xor(bits, T.bitwise_and(T.shift_right(bits, T.int32(31)), T.int32(0x7FFFFFFF))))
     return bind(T.Select(ordered == -1, 0, ordered))

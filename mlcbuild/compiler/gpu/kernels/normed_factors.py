@@ -106,10 +106,10 @@ class AddedBuffers:
         return cls(delta, sums, vectors, scale)
 
     def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
-        """Emits code that computes 1 / root mean square of the rows of the buffer `delta`, for the rows of x
-        that a workgroup multiplies. Returns `block`, the object that reads these rows, changed to read x +
-        scale * norm(delta); the first workgroup also stores these sums in the buffer `sum`. at: (index of the
-        workgroup among those of the same rows, index of the thread).
+        """Emits code that computes 1 / root of (mean square + epsilon) of the rows of the buffer `delta`, for
+        the rows of x that a workgroup multiplies. Returns `block`, the object that reads these rows, changed
+        to read x + scale * norm(delta); the first workgroup also stores these sums in the buffer `sum`. at:
+        (index of the workgroup among those of the same rows, index of the thread).
         """
         (bx, tx), columns = at, self.delta.columns
         norm = RowsNorm.of(k, self.vectors, replace(block, x=self.delta), tx)

@@ -171,7 +171,9 @@ class _HeadGroup:
     kv_head: Value
     query: Value
     scores: Value
-    """Attention scores of a tile of keys, in shared memory; later replaced by exp(score - maximum)."""
+    """Array in shared memory with the attention weights of a tile of keys, exp(score - maximum), [query head,
+    key].
+    """
     reduced: Value
     places: Value
     """Array in shared memory: for each token of a tile, the index of its KV cache page."""

@@ -180,9 +180,9 @@ class _QueryTile:
 
     def soften(self, base: Value, at: tuple[Value, Value], slope: Value | None) -> Value:
         """Emits code that turns the scores of a tile of keys into weights exp(score - maximum), in the shared
-        array `weights`, and returns the factor by which the weighted sums of values so far must be
-        multiplied. base: position of the tile's first key; at: (position of the row, its window in tokens);
-        slope: of ALiBi, or None.
+        array `weights`, brings `state` up to date, and returns the factor by which the weighted sums of
+        values so far must be multiplied. base: position of the tile's first key; at: (position of the row,
+        its window in tokens); slope: of ALiBi, or None.
         """
         visible, (position, window) = [], at
         for index in range(_OWN):

@@ -174,7 +174,7 @@ class StoredMatrix:
 
     def group(self, row: Value, group: Value) -> list[Value]:
         """Emits loads of the 32-bit words that hold the codes of a group of 32 weights of a row, and returns
-        them; [] for floating point numbers.
+        them, those with the low bits first; [] for floating point numbers.
         """
         bits = self.form.bits
         if not bits:
@@ -232,8 +232,9 @@ class StoredMatrix:
 
     def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
         """Returns float32 expressions for some weights of a group of 32 in a row, code * scale + minimum; the
-        minimum is left out if the format has none. codes: stored codes of weights that share a scale; inside:
-        position in the group of any of them, since each half of the group may have its own scale."""
+        minimum is left out if the format has none. codes: stored codes, minus the code that represents the
+        weight 0, of weights that share a scale; inside: position in the group of any of them, since each half
+        of the group may have its own scale."""
         scales = self.scales(row, group)
         scale, minimum = scales[0]
         if len(scales) > 1:
