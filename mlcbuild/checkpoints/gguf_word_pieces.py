@@ -115,7 +115,7 @@ def _special(name: str, kind: int) -> Json:
 
 def _original(token: str, words: set[str]) -> str:
     """Returns the text of a token of a GGUF file in BERT's vocabulary: a word without the "▁" at its
-    beginning, or any other token with "##" before it. words: all tokens that begin with "▁".
+    beginning, or any other token (a lone "▁" too) with "##" before it. words: all tokens that begin with "▁".
 
     Old converters stored special tokens in brackets, such as [CLS], without "▁"; they are returned unchanged,
     unless `words` has the same text after "▁".

@@ -211,9 +211,10 @@ def download(
 
 
 def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[str], message: str) -> str:
-    """Commits changes to a branch of a repository and returns the commit's hash. files: path -> content to
-    add; gone: paths to remove; message: the commit's message. A missing repository is created as private; a
-    missing branch is created, too. Raises SourceError if the hub refuses or cannot be reached.
+    """Commits changes to the branch of a repository that `source` names, and returns the commit's hash.
+    files: path -> content to add; gone: paths to remove; message: the commit's message. A missing repository
+    is created as private; a missing branch is created, too. Raises SourceError if the hub refuses or cannot
+    be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -258,9 +259,10 @@ def _counting(count: Callable[[int], None] | None) -> type:
 
 
 def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -> Result:
-    """Calls `ask`, a query of the hub, up to ATTEMPTS times while the hub cannot be reached, and returns its
-    result. name: the file that an error names, or None. Raises SourceError in place of failures of the hub,
-    the network or the disk; other exceptions of `ask` pass unchanged.
+    """Calls `ask`, a query of the hub, up to ATTEMPTS times, one second apart, while the hub cannot be
+    reached, and returns its result. source: the repository, which errors name; name: the file that an error
+    names, or None. Raises SourceError in place of failures of the hub, the network or the disk; other
+    exceptions of `ask` pass unchanged.
     """
     for _ in range(ATTEMPTS - 1):
         try:

@@ -151,7 +151,7 @@ def read_adapter(directory: Path, weight: float) -> Adapter:
 def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the adapter's name of a tensor that it changes -> the tensor's name in `tensors`, the
     checkpoint. They have different prefixes if the adapter was trained on a larger model with this one in it.
-    Only names that differ are listed.
+    Only names that differ are listed, and none that the checkpoint lacks under every prefix.
     """
     aliases = {}
     for name in (*adapter.replaced_tensors, *(f"{module}.weight" for module in adapter.parts)):

@@ -76,7 +76,8 @@ def locate(
     that the model does not need are also reported by the run, not only in the step's log.
 
     Raises CheckpointError with the problems of all files and tensors (at most 60, then a count), also for
-    tensors that no known reason lets the model leave out.
+    tensors that no known reason lets the model leave out, and for an output matrix that differs from the
+    embedding although the config ties them.
     """
     stored, index, problems = _read(root)
     complete, reason = not problems, partial(surplus, config, unused=names.unused)

@@ -67,8 +67,8 @@ class ParameterSource:
     @property
     def kinds(self) -> frozenset[str]:
         """Returns the names of the types of the parameter's stored tensors, such as "F16" or "Q4_0". A tensor
-        that is read transposed, or of which columns are selected, counts as F32, because no block format can
-        keep its values, unless it is computed column by column.
+        counts as F32 if columns of it are selected or if it is read transposed, because no block format can
+        keep its values then, unless it is computed column by column and all of its rows are used.
         """
         parts = self.parts or (None,) * len(self.pieces)
         return frozenset(
@@ -82,8 +82,8 @@ class ParameterSource:
 
 def _is_rearranged(piece: Tensor, part: Piece) -> bool:
     """Returns True if a row of a stored tensor is not a row of the parameter, because columns are selected or
-    axes exchanged. A tensor that is computed column by column, and used whole, has the parameter's rows in
-    spite of exchanged axes.
+    axes exchanged. A tensor that is computed column by column, and all of whose rows are used, has the
+    parameter's rows in spite of exchanged axes.
     """
     if part.transposed:
         is_whole = part.taken == [*range(part.block)]
@@ -245,9 +245,9 @@ class Rows:
 
     def _transposed(self, piece: Tensor, order: Piece, first: int, out: Array) -> None:
         """Fills `out` with rows of a parameter, from row `first` on, that are stored as columns of the tensor
-        `piece`. No other columns are read, but those between the first and the last of them, and whole rows
-        if the tensor must be decoded. order: a Piece, which lists the columns and the rows of the tensor that
-        belong to the parameter. Raises CheckpointError if the file cannot be read or is too short.
+        `piece`. The columns from the first to the last of them are read, or whole rows if the tensor must be
+        decoded. order: a Piece, which lists the columns and the rows of the tensor that belong to the
+        parameter. Raises CheckpointError if the file cannot be read or is too short.
         """
         width = piece.shape[1]
         columns = _indices(order.columns or ((0, width, 1),))

@@ -85,8 +85,8 @@ class _Table:
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns name -> tensor of a bitsandbytes checkpoint with one tensor of float32 values,
     `<module>.weight`, in place of the stored tensors (codes, scales and so on) of each quantized matrix;
-    other tensors stay. settings: its quantization_config. Raises CheckpointError for tensors that are missing
-    or do not fit together, and for unsupported settings.
+    other tensors stay. settings: unused. Raises CheckpointError for tensors that are missing or do not fit
+    together.
     """
     renamed = {}
     for name, tensor in tensors.items():
