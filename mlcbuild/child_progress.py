@@ -15,7 +15,8 @@ _PERIOD = 0.2
 
 def write_to(note: Path) -> None:
     """Makes this process write each of its progress reports, as the text "done total unit", to the file
-    `note`, which its parent process reads. A report replaces the one before."""
+    `note`, which its parent process reads. A report replaces the one before. The parent ignores reports whose
+    unit is not one word."""
 
     def write(done: int, total: int, unit: str) -> None:
         note.write_text(f"{done} {total} {unit}")

@@ -47,8 +47,8 @@ def changed(directory: Path, revisions: str) -> frozenset[Path]:
 
 
 def affected(pipeline: Pipeline, files: frozenset[Path]) -> dict[str, str]:
-    """Returns name of a variant -> the first of its inputs that changed, in words, for each variant with a
-    changed input. files: absolute paths of changed files.
+    """Returns name of a variant -> the first of its inputs that changed, in words such as "recipe.yaml
+    changed", for each variant with a changed input. files: absolute paths of changed files.
     """
     reasons_by_variant = {}
     search = _Search(pipeline, files)

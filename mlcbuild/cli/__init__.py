@@ -298,9 +298,9 @@ def _configure(one: argparse.ArgumentParser, verb: Verb) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code. argv: the arguments after the program's name; None:
-    those of this process. An exception becomes an error message on stderr and never prints a traceback,
-    except that of a defect if MLCBUILD_DEBUG is set. If the reader of standard output has closed it, there is
-    no message, and the code is 0, or 1 for `run`."""
+    those of this process. An exception becomes an error message on stderr, and its kind determines the code
+    (1 for a defect); a traceback is printed only of a defect, if MLCBUILD_DEBUG is set. If the reader of
+    standard output has closed it, there is no message, and the code is 0, or 1 for `run`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     standard_streams.open_closed()
     try:
@@ -382,8 +382,8 @@ def _unexpected(error: Exception) -> str:
 
 
 def _fail(message: str, code: int, arguments: Sequence[str]) -> int:
-    """Prints an error message with unprintable characters escaped, and returns `code`. arguments: those of
-    the command line, which may ask for a log of JSON lines."""
+    """Prints an error message to stderr with unprintable characters escaped, after all standard output, and
+    returns `code`. arguments: those of the command line, which may ask for a log of JSON lines."""
     standard_streams.flushed()
     standard_streams.write_error(message, arguments)
     return code

@@ -23,7 +23,8 @@ def annotate(problems: Iterable[Problem]) -> None:
 def annotation(problem: Problem, workspace: Path | None = None) -> str:
     """Returns the line of text with which GitHub Actions shows `problem`, an error in a file, beside its
     place in the file. workspace: root of the repository, to which the printed path is relative if the file is
-    below it; None: the printed path is absolute. A problem without a line has no position in the text.
+    below it; None: the printed path is absolute. An example is "::error
+    file=recipe.yaml,line=3,col=7::message"; a problem without a line has no position.
     """
     path = Path(problem.file).absolute()
     if workspace is not None and path.is_relative_to(workspace.absolute()):

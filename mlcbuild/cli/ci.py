@@ -32,7 +32,9 @@ def matrix(arguments: argparse.Namespace) -> int:
 def shard(arguments: argparse.Namespace) -> int:
     """Prints the shards (one machine's share of the work each) into which `run --shard` splits a build, and
     for each one the steps without a result in this store, with their expected time. With --record, first
-    writes the durations that this store recorded to the file beside the recipe."""
+    writes the durations that this store recorded to the file beside the recipe. Raises UsageError for a count
+    below 1, for unknown names, and if there is nothing to record; InputError for a malformed file of
+    durations."""
     session, chosen = open_session(arguments), selection(arguments)
     if arguments.record:
         session.record_durations()

@@ -21,7 +21,8 @@ from mlcbuild.targets.backends import backend
 def worker(arguments: argparse.Namespace) -> int:
     """Runs the verb `worker`: joins a cluster and runs its steps until this process is stopped. Returns 0
     after SIGTERM, 130 after SIGINT, 1 after the cluster's scheduler has ended. Raises SetupError when dask is
-    missing or no scheduler answers."""
+    missing or no scheduler answers, UsageError for a malformed address or label or an incomplete directory of
+    certificates, StoreError when the store cannot be used."""
     from mlcbuild.build.cluster import worker_process
 
     address = cluster.address(arguments.scheduler, arguments.tls or os.environ.get("MLCBUILD_TLS"))

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 def chat(arguments: argparse.Namespace) -> int:
     """Runs the verb `chat`: chats with a model, which is built or downloaded first where it is not installed.
-    Returns the exit code. Raises UsageError if the name refers to several bundles or to nothing."""
+    Returns the exit code. Raises UsageError if the name refers to several bundles or to nothing, and the
+    error of a build or download that fails."""
     from mlcbuild_runtime.chat import run
 
     return run(arguments, lambda name: _one(name, arguments))
@@ -31,7 +32,8 @@ def chat(arguments: argparse.Namespace) -> int:
 
 def _one(name: str, arguments: argparse.Namespace) -> Path:
     """Returns the directory of the single bundle to which a name refers; a missing bundle is built or
-    downloaded. Raises UsageError if the name refers to several bundles or to nothing."""
+    downloaded. Raises UsageError if the name refers to several bundles or to nothing, and the error of a
+    build or download that fails."""
     directories = bundles(name, _options(arguments))
     if len(directories) > 1:
         listed = ", ".join(str(path) for path in directories)
@@ -42,7 +44,7 @@ def _one(name: str, arguments: argparse.Namespace) -> Path:
 def serve(arguments: argparse.Namespace) -> int:
     """Runs the verb `serve`: serves models, which are built or downloaded first where they are not installed,
     and returns the exit code. Raises UsageError for options that contradict each other, and for a new name
-    that is stated for several bundles."""
+    that is stated for several bundles; also raises the error of a build or download that fails."""
     from mlcbuild_runtime.http.arguments import options
     from mlcbuild_runtime.http.serve import serve as run
 
@@ -57,7 +59,7 @@ def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
     """Yields DIRECTORY or NAME=DIRECTORY for each bundle to which an argument of `serve` refers; a missing
     bundle is built or downloaded. text: a model's name, or NAME=MODEL, which serves it under another name. An
     installed model is served under the name that `list` prints. Raises UsageError if NAME is stated for
-    several bundles."""
+    several bundles or MODEL refers to nothing, and the error of a build or download that fails."""
     alias, equals, name = text.partition("=")
     if not equals or not alias or "/" in alias or Path(text).exists():
         alias, name = "", text

@@ -93,7 +93,9 @@ def settings(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Parses a size such as 20GB or 20GiB into bytes. Raises argparse.ArgumentTypeError for other text."""
+    """Parses a size such as 20GB (powers of 1000) or 20GiB (powers of 1024) into bytes; without a unit it is
+    in bytes. Raises argparse.ArgumentTypeError for other text.
+    """
     try:
         return sizes.parse(text)
     except ValueError as error:

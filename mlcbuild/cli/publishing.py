@@ -25,8 +25,9 @@ def publish(arguments: argparse.Namespace) -> int:
     sends the bundle in one directory.
 
     Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless. If the build fails,
-    nothing is sent and the code is the build's. Raises UsageError for a destination that is wrong, missing,
-    or given for a recipe, which lists its own.
+    nothing is sent and the code is the build's. With --dry-run the plan is printed and nothing is built or
+    sent. Raises UsageError for a destination that is wrong, missing, or given for a recipe, which lists its
+    own; BundleError for a damaged bundle, after those before it were sent.
     """
     for url in arguments.to:
         if problem := fault(url, writing=True):
@@ -101,8 +102,9 @@ def _row(sent: Sent) -> dict[str, str | int]:
 
 def pull(arguments: argparse.Namespace) -> int:
     """Downloads a published bundle into a directory, and prints the directory and an immutable address of the
-    bundle. Raises UsageError for an address of another kind than oci:// and hf://, PublishError if the
-    download fails."""
+    bundle. A bundle that the directory holds already is replaced. Raises UsageError for an address of another
+    kind than oci:// and hf://, PublishError if the directory holds something else or the download fails,
+    SourceError for a failure of a model hub."""
     if problem := fault(arguments.source, writing=False):
         raise UsageError(f"mlcbuild pull: {problem}")
     directory = Path(arguments.directory or _name(arguments.source))

@@ -164,7 +164,7 @@ def export(arguments: argparse.Namespace) -> int:
 def take(arguments: argparse.Namespace) -> int:
     """Runs `cache import FILE`: adds to this machine's store the results that `cache export` wrote from
     another store to the file. Raises UsageError unless exactly one readable file is named, and for an invalid
-    archive; results that precede the fault are kept.
+    archive, StoreError if the store cannot be written; results that precede the fault are kept.
     """
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
