@@ -44,7 +44,7 @@ def compile_library(
     params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path, toolchain: Toolchain
 ) -> None:
     """Compiles a library and writes it (model.so, model.dylib or model.o) and its metadata library.json into
-    the directory `out`. Prints kernels that are slow to standard error.
+    the directory `out`, which must exist. Prints kernels that are slow to standard error.
 
     params has scheme, target, limits (a null context_window means the model's maximum) and perhaps kv_cache
     as JSON, and inputs["config"] is the directory with the converted config.json. Raises CompileError if a
@@ -66,8 +66,8 @@ def compile_library(
 
 
 def library_name(target: Target) -> str:
-    """Returns the name of the library file for a target: model.o if the target's `output` is "object" (it is
-    not linked), otherwise model.dylib for macOS and model.so for other systems.
+    """Returns the name of the library file for a target: model.o if the target's `output` is "object" (one
+    object file that is no shared library), otherwise model.dylib for macOS and model.so for other systems.
     """
     if target.output == "object":
         return "model.o"

@@ -16,9 +16,9 @@ TOOLCHAIN = action.Toolchain(child.__name__, toolchain.linker_identity, toolchai
 
 
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Compiles a library for a CPU and writes it and its metadata library.json into the directory `out`.
-    params: scheme, target, limits and perhaps kv_cache as JSON; inputs["config"]: directory with the
-    converted config.json. Raises CompileError if a limit, the target or the compiler prevents it,
+    """Compiles a library for a CPU and writes it and its metadata library.json into the directory `out`,
+    which must exist. params: scheme, target, limits and perhaps kv_cache as JSON; inputs["config"]: directory
+    with the converted config.json. Raises CompileError if a limit, the target or the compiler prevents it,
     CheckpointError for an invalid config, SetupError if this machine cannot link for the target.
     """
     action.compile_library(params, inputs, out, TOOLCHAIN)

@@ -46,7 +46,7 @@ class ISA:
     """Number of weight rows that a matrix-vector product reads in parallel."""
     batch: int
     """Number of rows of activations x that share one pass over unquantized weights, which stream from memory,
-    when there are few rows. Weights with scales need more registers, and fewer rows share a pass.
+    when there are few rows. Weights with a zero point need more registers, and only two rows share a pass.
     """
     dot_batch: int
     """Number of rows of activations x that share one pass over weights in int8 products, when weights stream

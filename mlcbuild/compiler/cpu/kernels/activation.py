@@ -196,7 +196,7 @@ def copied(isa: ISA, width: int) -> PrimFunc:
 
 def gathered(isa: ISA, width: int) -> PrimFunc:
     """Returns the kernel (x float32 [n, width], rows int32 [q], out float32 [q, width]) that copies the rows
-    of x with the indices `rows` to `out`.
+    of x with the indices `rows` to `out`; the indices are not checked.
     """
     floats = Floats.dividing(isa, width)
     with kernel("gather") as function:

@@ -3,7 +3,7 @@
 A tile register holds 16 rows of 64 bytes. One instruction multiplies a tile of x (16 rows, 32 values of k)
 with a tile of weights (32 values of k, 16 columns) in 16 cycles, four times the rate of int8 dot products on
 vectors, and scales cost nothing: they are part of the weights. x and the weights are converted to bfloat16
-tiles first: x once, the weights 32 columns at a time, to be used for all rows.
+tiles first: x once, the weights (amx_weights.py) 32 columns at a time, to be used for all rows.
 
 k is the dimension that is summed; a step is 32 values of it. Two tiles of columns, with as many steps as fit,
 stay in the first-level cache while they are multiplied with all rows of x of a thread; tiles of x are loaded
@@ -15,8 +15,7 @@ results of 32 rows are written while the next 32 are computed. Of a matrix of ga
 up is written, as tiles of x for the next product: a quarter of the bytes.
 
 Order of k: value i of a step shares an int32 lane with value 16 + i, as two 4-bit codes share a stored byte.
-amx_weights.py converts stored weights to tiles. Instructions: Intel 64 and IA-32 Architectures Software
-Developer's Manual, volume 1, chapter 18."""
+Instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18."""
 
 from __future__ import annotations
 
@@ -334,7 +333,8 @@ def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
 
 
 def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
-    """Emits code that writes one row of finished sums, 32 columns, to the output of the product."""
+    """Emits code that writes one row of finished sums, 32 columns, to the product's output: row `line` of the
+    thread's `block` of 32 rows of x."""
     task, output = pair.task, pair.task.output
     column, place = task.column + pair.number * BLOCK, block * BLOCK + line
     held = T.bind(task.shape.sums_at(pair.number, block) + line)

@@ -85,7 +85,7 @@ class AttentionKernel:
 
     @property
     def registers(self) -> int:
-        """Returns the number of vector registers that the processor has."""
+        """Returns the number of vector registers of the processor: 32 with AVX-512 or on Arm, else 16."""
         return 32 if self.isa.lanes == 16 or self.isa.dot == "sdot" else 16
 
     @property
