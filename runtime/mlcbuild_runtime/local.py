@@ -86,7 +86,7 @@ class _Local:
     def tokenize(self, **body: object) -> list[int]:
         """Returns the tokens of the text in the argument `prompt`, or of the chat in the argument `messages`.
         Raises RequestError for an invalid field, messages that the chat template refuses, or a text that is
-        too long."""
+        too long, TypeError for a value that JSON lacks."""
         tokens = service.tokenize(self._running, _body(self._running, body))["tokens"]
         assert isinstance(tokens, list)
         return [token for token in tokens if isinstance(token, int)]
@@ -140,9 +140,9 @@ class Completions:
         """Generates an answer to the request whose fields are the keyword arguments. Returns OpenAI's
         document of the whole answer; with `stream`, an iterator over its chunks.
 
-        Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
-        answer fails later; with `stream`, the iterator raises it.
-        """
+        Raises RequestError at once if a field is invalid or the request cannot be served, TypeError for a
+        value that JSON lacks, and ServingError if the answer fails later; with `stream`, the iterator raises
+        it."""
         job = self._prepare(self._running, _body(self._running, {**body, "stream": stream}))
         answers = Answers(self._running, job.requests)
         if stream:
@@ -165,8 +165,8 @@ class Embeddings:
 
     def create(self, **body: object) -> JsonDocument:
         """Returns OpenAI's document with the embeddings of the texts in the argument `input`. Raises
-        RequestError for an invalid field or a text that cannot be served, EngineError if the computation
-        fails."""
+        RequestError for an invalid field or a text that cannot be served, TypeError for a value that JSON
+        lacks, ServingError if the computation fails."""
         job = embeddings.job(self._running, _body(self._running, body))
         last_events: list[Event] = []
         for wave in job.waves():
@@ -234,9 +234,9 @@ class Responses(_Responses):
         """Generates a response to the request whose fields are the keyword arguments. Returns the whole
         response; with `stream`, an iterator over its events.
 
-        Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
-        response fails later; with `stream`, the iterator raises it.
-        """
+        Raises RequestError at once if a field is invalid or the request cannot be served, TypeError for a
+        value that JSON lacks, and ServingError if the response fails later; with `stream`, the iterator
+        raises it."""
         job, output, entry = self._begun(stream, body)
         events = self._events(Answers(self._running, job.requests), output, entry)
         if stream:
@@ -297,9 +297,9 @@ class AsyncCompletions:
         """Generates an answer to the request whose fields are the keyword arguments. Returns OpenAI's
         document of the whole answer; with `stream`, an asynchronous iterator over its chunks.
 
-        Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
-        answer fails later; with `stream`, the iterator raises it.
-        """
+        Raises RequestError at once if a field is invalid or the request cannot be served, TypeError for a
+        value that JSON lacks, and ServingError if the answer fails later; with `stream`, the iterator raises
+        it."""
         checked_body = _body(self._running, {**body, "stream": stream})
         job = await asyncio.to_thread(self._prepare, self._running, checked_body)
         answers = AsyncAnswers(self._running, job.requests)
@@ -325,8 +325,8 @@ class AsyncEmbeddings:
 
     async def create(self, **body: object) -> JsonDocument:
         """Returns OpenAI's document with the embeddings of the texts in the argument `input`. Raises
-        RequestError for an invalid field or a text that cannot be served, EngineError if the computation
-        fails."""
+        RequestError for an invalid field or a text that cannot be served, TypeError for a value that JSON
+        lacks, ServingError if the computation fails."""
         job = await asyncio.to_thread(embeddings.job, self._running, _body(self._running, body))
         last_events: list[Event] = []
         for wave in job.waves():
@@ -347,9 +347,9 @@ class AsyncResponses(_Responses):
         """Generates a response to the request whose fields are the keyword arguments. Returns the whole
         response; with `stream`, an asynchronous iterator over its events.
 
-        Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
-        response fails later; with `stream`, the iterator raises it.
-        """
+        Raises RequestError at once if a field is invalid or the request cannot be served, TypeError for a
+        value that JSON lacks, and ServingError if the response fails later; with `stream`, the iterator
+        raises it."""
         job, output, entry = await asyncio.to_thread(self._begun, stream, body)
         events = self._events(AsyncAnswers(self._running, job.requests), output, entry)
         if stream:

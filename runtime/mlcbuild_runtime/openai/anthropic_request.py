@@ -78,7 +78,7 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 
 def chat_body(body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the body of a chat completion that means the same as a body of Anthropic's /v1/messages. Raises
-    RequestError for an invalid field, naming it."""
+    RequestError, naming the field, for an invalid one, or if `max_tokens` is missing."""
     fields = RequestBody(body, TABLE)
     if fields.integer("max_tokens") is None:
         raise wrong("max_tokens", "an integer of at least 1", None)
@@ -124,8 +124,8 @@ def _chat(fields: RequestBody) -> dict[str, Json]:
 
 
 def _output(config: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the field `output_config` of Anthropic's API as fields of a chat completion. Raises
-    RequestError for a format that is no JSON schema."""
+    """Returns the field `output_config` of Anthropic's API as fields of a chat completion; the effort "max"
+    becomes "xhigh". Raises RequestError for a format that is no JSON schema."""
     chat: dict[str, Json] = {}
     if (effort := config.get("effort")) is not None:
         chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
@@ -144,8 +144,9 @@ def _output(config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _messages(where: str, message: Json) -> list[Json]:
     """Returns a message of Anthropic's API as OpenAI chat messages: one for each tool result in it, then one
-    for the rest, which is left out if it has no text beside tool results. where: the message's place, for
-    errors. Raises RequestError for an invalid message."""
+    for the rest, which is left out if it has no text beside tool results. Texts of several blocks are joined
+    without a separator. where: the message's place, for errors. Raises RequestError for an invalid message.
+    """
     match message:
         case {"role": "user" | "assistant" as role, "content": str() | list() as content}:
             blocks: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -183,8 +184,9 @@ def _messages(where: str, message: Json) -> list[Json]:
 
 
 def _text(where: str, content: Json) -> str:
-    """Returns the text of a message's content, which is a string or a list of text blocks. where: the
-    content's place, for errors. Raises RequestError for any other content."""
+    """Returns the text of a message's content, which is a string or a list of text blocks, whose texts are
+    joined without a separator. where: the content's place, for errors. Raises RequestError for any other
+    content."""
     if isinstance(content, str):
         return content
     blocks = content if isinstance(content, list) else [content]

@@ -25,7 +25,8 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""HTTP status -> type of the error in Anthropic's API."""
+"""HTTP status -> type of the error in Anthropic's API. Others are "api_error" from 500 on, else
+"invalid_request_error"."""
 _DELTAS = {
     "text": ("text", "text_delta", "text"),
     "reasoning": ("thinking", "thinking_delta", "thinking"),

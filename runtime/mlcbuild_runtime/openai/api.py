@@ -200,7 +200,8 @@ class CompletionCall:
 
 def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
     """Returns the checked fields of a body of /v1/chat/completions. serving: the bundle's default sampling
-    parameters. Raises RequestError for an invalid field, naming it."""
+    parameters. Raises RequestError, naming the field, for an invalid one, or fields that do not fit together.
+    """
     fields = checked(translated(body), CHAT)
     old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
@@ -237,7 +238,8 @@ def _prediction(prediction: Json) -> str:
 
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
     """Returns the checked fields of a body of /v1/completions. serving: the bundle's default sampling
-    parameters. Raises RequestError for an invalid field, naming it."""
+    parameters. Raises RequestError, naming the field, for an invalid one, fields that do not fit together, or
+    more than 128 answers (prompts times `n`)."""
     fields = checked(translated(body), COMPLETION)
     options = _options(fields, serving, fields.integer("max_tokens"), fields.integer("logprobs"))
     listed = prompts("prompt", fields.get("prompt"))

@@ -35,7 +35,7 @@ infinite as a float) in a request body: the parts of the body that are searched 
 
 def parse_body(data: bytes) -> dict[str, Json]:
     """Returns the JSON object of a request body. Raises RequestError for anything else, including NaN,
-    Infinity and duplicate keys."""
+    Infinity and duplicate keys: status 413 for too many values, else 400."""
     try:
         body = parse_json(data)
     except UnicodeDecodeError as error:
@@ -49,9 +49,9 @@ def parse_body(data: bytes) -> dict[str, Json]:
 
 def parse_json(data: bytes, where: str = "") -> Json:
     """Returns the value of JSON text from a client, in its body or in the field `where`. Raises ValueError
-    for invalid JSON, text that is not UTF-8, and more than 200 levels, and RequestError for valid JSON that
-    cannot be processed: too many values, lists and objects, or fields (413), unpaired surrogates, and numbers
-    that are infinite as floats."""
+    for invalid JSON (also NaN, Infinity and duplicate keys), text that is not UTF-8, and more than 200
+    levels, and RequestError for valid JSON that cannot be processed: too many values, lists and objects, or
+    fields (413), unpaired surrogates, and numbers that are infinite as floats."""
     if _has_too_many([data]) and _has_too_many(_without_texts(data)):
         raise RequestError(
             f"{where or 'the body'} has more than {MAX_VALUES} values, {MAX_CONTAINERS} lists and objects, or"

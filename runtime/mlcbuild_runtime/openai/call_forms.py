@@ -37,14 +37,15 @@ class NamedCall:
 class Form:
     """The syntax of the tool calls in a model's text. If calls are JSON objects, they are written as FIRST
     OPENING LEAD {"name": TOOL, KEY: ARGUMENTS} END LAST, with BETWEEN and a LEAD before each further call.
-    FIRST, OPENING, LEAD, KEY, END, LAST and BETWEEN are the texts in the attributes of these names."""
+    Otherwise `by_name` describes what stands instead of the object. FIRST, OPENING, LEAD, KEY, END, LAST and
+    BETWEEN are the texts in the attributes of these names."""
 
     key: str = "arguments"
     native: bool = True
     """True if the model's chat template itself describes tools to the model."""
     first: str = ""
     opening: str = ""
-    """Text that opens the list of tool calls in an answer; a space may come before it."""
+    """Text, such as "[", that opens the list of tool calls in an answer; a space may come before it."""
     lead: str = ""
     end: str = ""
     between: str = "\n"

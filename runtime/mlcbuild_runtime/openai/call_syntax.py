@@ -43,7 +43,8 @@ class AnswerReader(Protocol):
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
         """Adds text of the answer to the parser, and yields the parts that are complete: reasoning, text,
-        beginnings of tool calls and their arguments. last: True if no more text will follow."""
+        beginnings of tool calls and their arguments. last: True if no more text will follow, so that text
+        which was held back is yielded; what is incomplete of a tool call is dropped."""
         ...
 
 
@@ -114,8 +115,9 @@ class Reader:
         return self._form.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer to the parser, and yields the parts that are complete: reasoning, text,
-        beginnings of tool calls and their arguments. last: True if no more text will follow."""
+        """Adds text of the answer to the parser, and yields the parts that are complete: text, beginnings of
+        tool calls and their arguments. last: True if no more text will follow, so that text which was held
+        back is yielded; what is incomplete of a tool call is dropped."""
         self._held += text
         step = {
             "start": self._read_start,

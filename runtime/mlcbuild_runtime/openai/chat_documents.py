@@ -97,7 +97,7 @@ class Reply:
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:
         """Returns OpenAI's response document for complete answers. answers: for each answer all of its
-        events, one for each token, none of which may be an error."""
+        events, one for each token, at least one and none of them an error."""
         choices: list[Json] = []
         for index, events in enumerate(answers):
             choice, last = self._choices[index], events[-1]
@@ -115,7 +115,7 @@ class Reply:
     def chunks(self, index: int, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
         """Yields OpenAI's stream chunks, possibly none, for one event (a token, or the end) of the answer
         with the index `index`; an error becomes an error document. include_usage: True if a further chunk,
-        after the end of the last answer, reports the numbers of tokens."""
+        after the end of the last answer, reports the numbers of tokens, unless an answer fails."""
         if event.error is not None:
             yield error_document(event.error)
             return

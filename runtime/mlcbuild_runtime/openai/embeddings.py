@@ -93,10 +93,10 @@ class EmbeddingsJob:
 
 def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> EmbeddingsJob:
     """Returns the checked body of a request to /v1/embeddings, as requests for the engine. Raises
-    RequestError for an invalid field, naming it, and for a text that is empty or too long.
+    RequestError for an invalid field, naming it, and for texts that are empty, too long, or too many. A text
+    with more tokens than the context is refused only when its request is submitted.
 
-    truncate: True if texts longer than the model's context are cut instead of refused.
-    """
+    truncate: True if texts longer than the model's context are cut instead of refused."""
     fields = RequestBody(body, TABLE)
     manifest = running.manifest
     prompts = api.prompts("input", fields.get("input"))

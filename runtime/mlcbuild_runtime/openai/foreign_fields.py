@@ -108,8 +108,8 @@ def _is_among(value: Json, allowed: tuple[Json, ...]) -> bool:
 
 def _with_format(fields: dict[str, Json]) -> dict[str, Json]:
     """Returns the fields of a request in which a field of vLLM or llama.cpp that states a response format,
-    such as guided_json or json_schema, is replaced by OpenAI's `response_format`. Raises RequestError for
-    several formats, or an invalid one."""
+    such as guided_json or json_schema, is replaced by OpenAI's `response_format`; `fields` itself is changed
+    and returned. Raises RequestError for several formats, or an invalid one."""
     stated = {key: fields.pop(key) for key in (*_GUIDED, "json_schema") if key in fields}
     match fields.get("structured_outputs"):
         case dict() as outputs:
@@ -163,8 +163,9 @@ def _schema(key: str, value: Json) -> Json:
 
 
 def without_unknown(body: Mapping[str, Json], table: Table) -> tuple[dict[str, Json], list[str]]:
-    """Returns (body without the fields that this server would refuse, names of these fields). table: the
-    fields that it accepts."""
+    """Returns (body without unknown fields and without those that request a feature which this server lacks,
+    names of the left-out fields). Invalid values of other fields stay. table: the fields that the server
+    accepts."""
     supported, dropped = dict[str, Json](), list[str]()
     for key, value in body.items():
         field = table.get(key)

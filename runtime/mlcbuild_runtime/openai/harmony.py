@@ -124,7 +124,8 @@ class HarmonyReader:
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
         """Adds text of the answer to the parser, and yields the parts that are complete: reasoning, text,
-        beginnings of tool calls and their arguments. last: True if no more text will follow."""
+        beginnings of tool calls and their arguments. last: True if no more text will follow; an incomplete
+        header is then dropped."""
         self._held += text
         while self._held:
             before = self._kind, len(self._held)

@@ -17,7 +17,8 @@ from mlcbuild_runtime.openai.service import CompletionJob
 
 MAX_KEPT = 1024
 MAX_BYTES = 64 << 20
-"""Maximum bytes of all stored responses, as JSON; the least recently used ones are dropped first."""
+"""Maximum bytes of all stored responses, estimated from their JSON text; the least recently used ones are
+dropped first."""
 
 VALUE_BYTES = 64
 """Bytes of memory that a JSON value is assumed to take at least, however short its text."""
@@ -118,7 +119,8 @@ class History:
 
 
 def listed(items: Sequence[Item]) -> dict[str, Json]:
-    """Returns the items of a stored response's request as an OpenAI document of the type `list`."""
+    """Returns the items of a stored response's request as an OpenAI document of the type `list`. An item
+    without an id gets item_0, item_1, ... by its index."""
     data: list[Json] = [{"id": f"item_{i}", **item} for i, item in enumerate(items)]
     ids = [item["id"] for item in data if isinstance(item, dict)]
     first, last = (ids[0], ids[-1]) if ids else (None, None)

@@ -64,7 +64,8 @@ class LlamaOutput:
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> Json:
         """Returns llama.cpp's document of complete answers, or a list of documents if the request had a list
-        of prompts. answers: for each answer all of its events, one for each token."""
+        of prompts. answers: for each answer all of its events, one for each token, at least one and none of
+        them an error."""
         listed: list[Json] = [
             self._document(index, "".join(event.text for event in events), events[-1])
             for index, events in enumerate(answers)

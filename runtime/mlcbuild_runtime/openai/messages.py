@@ -106,8 +106,9 @@ def _named(listed: list[Message]) -> list[Message]:
 
 
 def _message(where: str, message: Json) -> Message:
-    """Returns one message of a chat, checked, with its role, its content as one text, and its tool calls.
-    where: the message's place, for errors. Raises RequestError for an invalid message."""
+    """Returns one message of a chat, checked, with its role ("system" for "developer"), its content as one
+    text, its reasoning and its tool calls. where: the message's place, for errors. Raises RequestError for an
+    invalid message."""
     if not isinstance(message, dict):
         raise wrong(where, "an object with role and content", message)
     role = message.get("role")
@@ -155,8 +156,9 @@ def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def content_text(where: str, content: Json) -> str:
-    """Returns the text of a message's content, which is a text or a list of text parts. where: the content's
-    place, for errors. Raises RequestError for any other content."""
+    """Returns the text of a message's content: a text, or the texts of a list of text parts, joined without a
+    separator. where: the content's place, for errors. Raises RequestError for any other content, and for
+    unpaired surrogates."""
     if isinstance(content, list):
         content = "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str):

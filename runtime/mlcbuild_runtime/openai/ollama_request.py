@@ -117,11 +117,11 @@ def chat_body(body: Mapping[str, Json], context: int) -> dict[str, Json]:
 def generate_body(body: Mapping[str, Json], context: int, has_template: bool) -> dict[str, Json]:
     """Returns the request body that means the same as a body of Ollama's /api/generate: a chat completion
     with `messages`, or a text completion with `prompt` if the body has `raw` or the model has no chat
-    template. Raises RequestError for an invalid field, naming it.
+    template; a `system` text then precedes the prompt, on lines of its own. Raises RequestError for an
+    invalid field, naming it.
 
     context: number of tokens of the model's context, which `num_ctx` must not exceed. has_template: True if
-    the model has a chat template.
-    """
+    the model has a chat template."""
     fields = RequestBody(body, GENERATE)
     prompt, system = fields.text("prompt") or "", fields.text("system")
     common = _common(fields, context)

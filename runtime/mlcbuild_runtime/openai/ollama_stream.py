@@ -65,9 +65,8 @@ class OllamaOutput:
             yield self._piece() | self._end(event)
 
     def whole(self, events: Sequence[Event]) -> Document:
-        """Returns Ollama's document of a complete answer, given all its events. None of the events may be an
-        error.
-        """
+        """Returns Ollama's document of a complete answer, given all its events: at least one, and none of
+        them an error."""
         content, thinking, calls, last = "", "", list[Json](), Document()
         for document in (document for event in events for document in self.documents(event)):
             part = document.get("message") if self._kind == "message" else document

@@ -61,8 +61,7 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
     "/detokenize": ("The text that a list of tokens stands for.", service.DETOKENIZE, ("tokens",), ""),
 }
 """Path of an endpoint -> (summary, fields of its request body, names of the required fields, value of
-`object` in its response).
-"""
+`object` in its response, "" if it has none)."""
 
 
 def table(path: str) -> Table | None:

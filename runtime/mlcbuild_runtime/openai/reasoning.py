@@ -115,7 +115,8 @@ class ThinkingReader:
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
         """Adds text of the answer to the parser, and yields the parts that are complete: reasoning, text,
-        beginnings of tool calls and their arguments. last: True if no more text will follow."""
+        beginnings of tool calls and their arguments. last: True if no more text will follow, so that text
+        which was held back is yielded."""
         self._held += text
         if self._state == "start":
             self._begin(last)
@@ -156,9 +157,10 @@ class ThinkingReader:
 
 
 def template_variables(effort: str | None, enabled: bool | None) -> dict[str, Json]:
-    """Returns variables for a chat template that switch reasoning on or off or set its effort, under the
-    names that templates of several model families read. effort: the request's field `reasoning_effort`;
-    enabled: its field `enable_thinking`; None: absent."""
+    """Returns variables for a chat template that switch reasoning on or off (`enable_thinking`, `thinking`)
+    or set its effort (`reasoning_effort`), the names that templates of several model families read. Without
+    `enabled`, an effort other than "none" switches it on, "none" off; {} without both. effort: the request's
+    field `reasoning_effort`; enabled: its field `enable_thinking`; None: absent."""
     variables: dict[str, Json] = {}
     if enabled is None and effort is not None:
         enabled = effort != "none"

@@ -235,8 +235,8 @@ def _items(value: Json) -> tuple[Item, ...]:
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
     """Returns the items of a /v1/responses conversation as chat messages. Tool calls join an assistant's
-    message directly before them, and reasoning joins the assistant's message after it. Raises RequestError
-    for an invalid item."""
+    message directly before them, and reasoning joins the assistant's message directly after it, else it is
+    dropped. Raises RequestError for an invalid item."""
     converted: list[dict[str, Json]] = []
     reasoning = ""
     for i, item in enumerate(items):
@@ -282,8 +282,8 @@ def _thought(item: Item, reasoning: str) -> Item:
 
 
 def _reasoning_text(where: str, item: Item) -> str:
-    """Returns the text of a reasoning item: its content, or else its summary. where: the item's place, for
-    errors. Raises RequestError for any other content."""
+    """Returns the text of a reasoning item: the parts of its content, or else of its summary, joined without
+    a separator. where: the item's place, for errors. Raises RequestError for any other content."""
     parts = item.get("content") or item.get("summary") or []
     texts = (
         [part.get("text") if isinstance(part, dict) else None for part in parts]
@@ -298,8 +298,8 @@ def _reasoning_text(where: str, item: Item) -> str:
 
 def _content(where: str, content: Json) -> Json:
     """Returns the content of an item of /v1/responses, a text or a list of parts, in the format of chat
-    messages; anything but a list is returned unchanged. where: the content's place, for errors. Raises
-    RequestError for a part that is not text."""
+    messages; refusals become text parts, and anything but a list is returned unchanged. where: the content's
+    place, for errors. Raises RequestError for a part that is not text."""
     if not isinstance(content, list):
         return content
     parts: list[Json] = []

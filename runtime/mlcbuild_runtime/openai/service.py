@@ -88,15 +88,16 @@ def serve_in_turn(address: str) -> None:
 
 
 def constrained(body: Mapping[str, Json]) -> bool:
-    """Returns True if the body of a chat or completion states a response format or tools, which make a
-    constraint on the answer that must be compiled."""
+    """Returns True if the body of a chat or completion states a response format or tools, from which a
+    constraint on the answer may have to be compiled."""
     return any(body.get(key) for key in ("response_format", "tools", *FORMATS))
 
 
 def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     """Returns the requests for the engine, and the reply that they fill, for a body of /v1/chat/completions.
     Raises RequestError for an invalid field, messages that the chat template refuses, a constraint that
-    cannot be compiled, or a prompt that is too long."""
+    cannot be compiled, a prompt that is too long, or too many requests that wait for either (503); SetupError
+    if a child process for them cannot be started."""
     call, tokenizer = api.chat_call(body, running.manifest.serving), running.tokenizer
     form, options = Form.of(tokenizer.template.source, tokenizer.vocabulary), call.options
     prompt = rendered(running, call, form)
@@ -113,8 +114,8 @@ def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
 
 def rendered(running: Engine, call: api.ChatCall, form: Form) -> str:
     """Returns the prompt of a chat as text: its messages and tools in the bundle's chat template. form:
-    syntax of tool calls in the template. Raises RequestError for messages that the template refuses, or a
-    prompt that is too long."""
+    syntax of tool calls in the template. Raises RequestError for messages that the template refuses, a prompt
+    that is too long, or too many requests that wait (503); SetupError if no child process can be started."""
     listed, box = call.messages, call.toolbox
     extra = {**template_variables(call.effort, call.enable_thinking), **call.template_options}
     if not form.native:
@@ -126,8 +127,9 @@ def rendered(running: Engine, call: api.ChatCall, form: Form) -> str:
 
 def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     """Returns the requests for the engine, and the reply that they fill, for a body of /v1/completions.
-    Raises RequestError for an invalid field, a constraint that cannot be compiled, prompts that are too long,
-    or too many log-probabilities."""
+    Raises RequestError for an invalid field, a constraint that cannot be compiled or for which too many
+    requests wait (503), prompts that are too long, or too many log-probabilities; SetupError if the child
+    process that tries constraints cannot be started."""
     call = api.completion_call(body, running.manifest.serving)
     requests, prompts, total = [], [], 0
     for number, prompt in enumerate(call.prompts):
@@ -187,8 +189,10 @@ def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], 
 
 def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the response to a request to /tokenize: {"tokens": tokens of the text in `prompt` or `content`,
-    or of the chat in `messages`, "count": their number, "max_model_len": tokens of the context}. Raises
-    RequestError for an invalid field, messages that the template refuses, or a text that is too long."""
+    or of the chat in `messages`, "count": their number, "max_model_len": tokens of the context}; with
+    `with_pieces` each token is an object of its number and text. Raises RequestError for an invalid field,
+    messages that the template refuses, or a text that is too long, SetupError if no child process can be
+    started."""
     fields = RequestBody(body, TOKENIZE)
     special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
     prompt = fields.text("prompt")

@@ -145,8 +145,8 @@ def toolbox(body: RequestBody) -> Toolbox | None:
 
 
 def _allowed(listed: Sequence[Json], tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Returns those of `tools` to which the request restricts the model. listed: entries of `allowed_tools`,
-    which name the tools. Raises RequestError for an unknown tool, or none."""
+    """Returns those of `tools` to which the request restricts the model, each once. listed: entries of
+    `allowed_tools`, which name the tools. Raises RequestError for an unknown tool, or none."""
     by_name, allowed = {tool.name: tool for tool in tools}, dict[str, Tool]()
     for i, item in enumerate(listed):
         match item:
@@ -253,8 +253,8 @@ def _tagged(tool: Tool) -> tuple[dict[str, dict[str, Json] | bool], list[Json], 
 
 
 def text_parameters(tool: Tool) -> frozenset[str]:
-    """Returns the names of a tool's parameters whose values are texts (type `string`, or an `enum` of texts),
-    according to their JSON schemas."""
+    """Returns the names of a tool's parameters whose values are texts (type `string`, possibly with `null`,
+    or an `enum` of texts that are not empty), according to their JSON schemas."""
     return frozenset(key for key, schema in _properties(tool).items() if _is_text(schema))
 
 
@@ -289,9 +289,9 @@ def documents(box: Toolbox) -> list[Json]:
 
 
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
-    """Returns the messages of a chat for a template without support for tools: tool calls and their results
-    become text, and the system message, a new one if there is none, also describes the tools. box: the tools
-    of the request, None for none; form: the syntax of calls."""
+    """Returns the messages of a chat for a template without support for tools: tool calls become text, their
+    results messages of the user, and the system message, a new one if there is none, also describes the
+    tools. box: the tools of the request, None for none; form: the syntax of calls."""
     as_text: list[Message] = []
     names: dict[Json, str] = {}
     for message in messages:
