@@ -18,8 +18,9 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
     """Executes up to `count` decode steps of sequences in one device call, and appends the sampled tokens to
-    the sequences. No step follows an interrupt of the executor, or one in which a sequence ends. Each
-    sequence must have KV cache pages for these steps, and exactly one token that is not in the KV cache."""
+    the sequences. There are fewer after an interrupt of the executor, and none after a step in which a
+    sequence ends. Each sequence must have KV cache pages for these steps, and exactly one token that is not
+    in the KV cache."""
     random_numbers = list(zip(*(sequence.random_numbers(count - 1) for sequence in sequences), strict=True))
     stops_at_eos = [not sequence.request.ignore_eos for sequence in sequences]
     following = FollowingSteps(random_numbers, stops_at_eos, sequences[0].client.eos)
