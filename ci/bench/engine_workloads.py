@@ -72,9 +72,9 @@ def seconds(engine: Engine, asked: Request, clock: Callable[[], float]) -> float
 def compare(
     bundle: Path, name: str, values: Sequence[Value], timing: tuple[Callable[[], float], int], threads: int
 ) -> Iterator[tuple[str, float, list[float]]]:
-    """Compares the speed of the runtime's engine with other values of one tuned constant. Yields (label of
-    the timed request, seconds with the constant's own value, list of ratios: for each of `values`, its time
-    divided by these seconds).
+    """Compares the speed of the runtime's engine with other values of one tuned constant. Yields one tuple:
+    (label of the timed request, seconds with the constant's own value, list of ratios: for each of `values`,
+    its time divided by these seconds).
 
     name: module and name of the constant, such as "loop.BURST_SECONDS"; timing: (function that reads the
     clock, number of rounds, of which the fastest counts)."""

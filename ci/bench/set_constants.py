@@ -27,8 +27,9 @@ def apply(settings: Iterable[str]) -> None:
     """Sets constants to other values: each in its module, and in every loaded module that has imported it by
     name.
 
-    settings: texts MODULE.NAME=VALUE. Raises SystemExit, which ends the program with a message, for a
-    constant that does not exist or is not a number, and for a value that is not a number.
+    settings: texts MODULE.NAME=VALUE; an integer constant needs an integer. Raises SystemExit, which ends the
+    program with a message, for a constant that does not exist or is not a number, and for a value that is not
+    a number.
     """
     for text in settings:
         place, _, value = text.partition("=")

@@ -1,4 +1,5 @@
-"""Losses of engines against the float32 reference of a model, over the tokens of a text."""
+"""Losses of engines (KL divergence from the float32 reference of a model, equal first choices, perplexity)
+over the tokens of a text."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from mlcbuild.models import ModelConfig, parsing
 LONGEST = 512
 """Context window in tokens of the bundles that are measured."""
 SEQUENCE, TOKENS = 400, 1200
-"""Maximum number of tokens in one sequence, and in all sequences together."""
+"""Maximum number of tokens in one sequence (400), and in all sequences together (1200)."""
 
 Logits = NDArray[Any]
 
@@ -57,8 +58,9 @@ class Loss:
 
 
 def reference(model: Path, text: Path, area: Path) -> Reference:
-    """Returns the tokens of a text and the float32 logits of a checkpoint (a directory or a GGUF file) after
-    each. They are stored in the directory `area` for later runs."""
+    """Returns the first TOKENS tokens of a text, in sequences of SEQUENCE, and the float32 logits of a
+    checkpoint (a directory or a GGUF file) after each. The logits are stored in the directory `area` for
+    later runs, by the tokens alone, so each checkpoint needs its own directory."""
     config, tokens = _read(model, text.read_text(encoding="utf-8"))
     tokens = tokens[:TOKENS]
     sequences = [tokens[start : start + SEQUENCE] for start in range(0, len(tokens), SEQUENCE)]

@@ -3,7 +3,8 @@ compare its speed with other build tools: `graph.py run|plan|push|pull COUNT`, w
 
 The working directory has the file in/source. run builds all steps into the directory store, plan only plans
 them, push copies the results from store to a cache in the directory cache, and pull copies them from there
-into another store, fresh.
+into another store, the directory fresh. The exit code is 0 only if all COUNT steps are built, planned, pushed
+or pulled.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ CHAIN = 10
 
 
 def copy(params: Mapping[str, object], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action of a build step in a benchmark: copies its one input file, as `cp` does in the builds of the
-    other tools. The parameter "number" is not used; it makes each copy a step of its own.
+    """Action of a build step in a benchmark: copies its one input file to the file copy in `out`, as `cp`
+    does in the builds of the other tools. The parameter "number" is not used; it makes each copy a step of
+    its own.
     """
     (before,) = inputs["before"].iterdir() if inputs["before"].is_dir() else (inputs["before"],)
     (out / "copy").write_bytes(before.read_bytes())

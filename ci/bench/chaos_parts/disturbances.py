@@ -47,7 +47,8 @@ _CHANGED = "were changed since"
 def _respect_writes(site: Site, why: str) -> tuple[int, str]:
     """Runs the recipe once after a test has changed files of bundles, and returns (exit code, printed text).
     If the run refuses to replace the changed files, which may be a user's work, the output directory is
-    removed, as its message advises. Raises ViolationError if the run succeeds with a wrong bundle.
+    removed, as its message advises. Raises ViolationError if the run succeeds with a wrong bundle, hangs or
+    prints a traceback.
     """
     code, text = site.finish(site.start("run", "recipe.yaml"), why)
     if code == 0:
@@ -87,8 +88,9 @@ def _damage(kind: str, change: str) -> Disturbance:
 
 def _damage_remote(change: str) -> Disturbance:
     """Returns a function that damages one random object in the shared cache, and empties the local store and
-    the output directory, so that the next run reads the cache. change: "flip" changes a bit, "truncate" cuts
-    the end off, any other text exchanges two objects."""
+    the output directory, so that the next run reads the cache. The function returns the beginning of the
+    object's name. change: "flip" changes a random bit, "truncate" cuts the end off, any other text exchanges
+    two objects."""
 
     def damage(site: Site, _: Service) -> str:
         content, names = site.cache.content, sorted(site.cache.content)
@@ -125,7 +127,9 @@ def delay_remote(site: Site, _: Service) -> str:
 
 
 def kill_run(site: Site, _: Service) -> str:
-    """Kills a run or one of its workers with SIGKILL, at a random moment of a build."""
+    """Kills a run or one of its workers with SIGKILL, at a random moment of a build, and returns what was
+    killed as a text for the report. Raises ViolationError if the run still succeeds, but with a wrong
+    bundle."""
     shutil.rmtree(site.store / "ac", ignore_errors=True)
     site.cache.content.clear()
     process = site.start("run", "recipe.yaml")
@@ -146,7 +150,7 @@ def kill_run(site: Site, _: Service) -> str:
 def fill_disk(site: Site, _: Service) -> str:
     """Runs a build with the store on a disk (200 to 1400 kB) that is too small for the results, makes the
     disk larger, and raises ViolationError unless mlcbuild then builds everything in at most two runs. Returns
-    a text for the report.
+    a text for the report. Raises CalledProcessError if this user cannot mount a disk.
     """
     site.forget_store()
     site.forget_bundles()
@@ -165,7 +169,7 @@ def fill_disk(site: Site, _: Service) -> str:
 
 def other_years(site: Site, _: Service) -> str:
     """Sets the modification times of half of the files of the store, the sources and the bundles to other
-    years, past and future. Returns a text for the report.
+    years, 57 and 1 years ago, or 1 and 12 years ahead. Returns a text for the report.
     """
     places = [*_files(site, "ac"), *_files(site, "cas"), *(site.place / "tiny").iterdir()]
     places += [path for path in site.dist.rglob("*") if path.is_file()]
@@ -177,7 +181,7 @@ def other_years(site: Site, _: Service) -> str:
 
 def wrong_clock(site: Site, _: Service) -> str:
     """Builds everything again with a clock that is 400 days fast or slow (libfaketime). Raises ViolationError
-    if the run fails. Returns the shift as a text for the report.
+    if the run fails, or succeeds with a wrong bundle. Returns the shift as a text for the report.
     """
     shutil.rmtree(site.store / "ac", ignore_errors=True)
     site.cache.content.clear()

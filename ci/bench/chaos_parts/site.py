@@ -45,7 +45,7 @@ class ViolationError(Exception):
 
 
 def tree(directory: Path) -> str:
-    """Returns a digest of the names and bytes of all files below a directory."""
+    """Returns the SHA-256, in hex, of the names, sizes and bytes of all files below a directory."""
     digest = hashlib.sha256()
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(directory)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
@@ -53,7 +53,8 @@ def tree(directory: Path) -> str:
 
 
 def cpu_seconds(group: int) -> float:
-    """Returns the CPU seconds of the live processes of a process group."""
+    """Returns the CPU seconds of the live processes of a process group and of their children that have
+    ended."""
     ticks = 0
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -122,8 +123,8 @@ class Site:
 
     def run(self, why: str, extra: Mapping[str, str] | None = None) -> int:
         """Runs `mlcbuild run` with the recipe once and returns the exit code. Raises ViolationError if the
-        code is 0 and a bundle fails verification or differs from that of the first, undisturbed run. why: the
-        disturbance, for messages.
+        run hangs or prints a traceback, or if the code is 0 and a bundle fails verification or differs from
+        that of the first, undisturbed run. why: the disturbance, for messages.
         """
         code, text = self.finish(self.start("run", "recipe.yaml", extra=extra), why)
         if code == 0:
@@ -132,8 +133,8 @@ class Site:
 
     def must_build(self, why: str) -> None:
         """Runs `mlcbuild run` with the recipe up to two times, until it succeeds. Raises ViolationError if
-        both runs fail, or if one succeeds with a wrong bundle. why: the disturbance before the runs, for
-        messages.
+        both runs fail, or if one hangs, prints a traceback or succeeds with a wrong bundle. why: the
+        disturbance before the runs, for messages.
         """
         if self.run(why) and self.run(f"{why}, again"):
             _, text = self.finish(self.start("run", "recipe.yaml"), why)

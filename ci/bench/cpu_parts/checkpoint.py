@@ -94,8 +94,8 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Name of a model shape -> the fields of its config.json. The last two have experts and only 4 layers, since
-all layers are alike."""
+"""Name of a model shape -> the fields of its config.json, besides those that all shapes have (COMMON). The
+last two have experts and only 4 layers, since all layers are alike."""
 COMMON = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -134,7 +134,8 @@ def sized(hidden: int, inner: int, layers: int, vocabulary: int) -> dict[str, ob
 
 
 def tensors(values: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields name and shape of each tensor of a checkpoint like Llama's, in file order."""
+    """Yields name and shape of each tensor of a checkpoint of Llama, OLMoE or Qwen3-MoE, in file order.
+    values: the fields of its config.json."""
     size = {key: value for key, value in values.items() if isinstance(value, int)}
     hidden, inner = size["hidden_size"], size.get("moe_intermediate_size", size["intermediate_size"])
     head = size.get("head_dim", hidden // size["num_attention_heads"])
@@ -219,7 +220,8 @@ def _tokenizer(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def read(root: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields (name, float32 array) of every tensor in a checkpoint's only file, one after the other."""
+    """Yields (name, float32 array) of every tensor in a checkpoint's only file, model.safetensors, in the
+    order of the file. Raises KeyError for types other than BF16, F16 and F32."""
     with (root / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)

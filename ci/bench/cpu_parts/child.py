@@ -53,7 +53,8 @@ def since(start: tuple[float, float]) -> tuple[float, float]:
 
 def prompt(count: int, vocabulary: int, seed: int = 1) -> list[int]:
     """Returns `count` token ids that depend on nothing but the arguments, so that every engine computes the
-    same prompt. The ids lie between 256 and `vocabulary`; `seed` selects one of several prompts.
+    same prompt. The ids lie between 256 and `vocabulary`, which must exceed 300; `seed` selects one of
+    several prompts.
     """
     return [(seed * 7919 + i * 104729) % (vocabulary - 300) + 256 for i in range(count)]
 
@@ -63,8 +64,10 @@ def run(load: Callable[[str, int, int], Engine]) -> None:
     in the first prompt, size of the vocabulary.
 
     load: function of (path, threads, vocabulary) that loads the engine. Prints {"cpu": CPU seconds of the
-    process} once the first prompt is computed. It then executes commands from stdin, one JSON object a line,
-    and prints the measurements of each.
+    process} once the first prompt is computed. It then executes commands from stdin, one JSON object a line
+    ("do": "prefill" with "tokens", "decode" with "batch" and "steps", or "logits" with "path" and "tokens" or
+    "ids"), and prints for each {"samples": list of [wall seconds, CPU seconds], "threads": number that worked
+    or null, "resident" and "peak": MB of memory}.
     """
     threads, first, vocabulary = map(int, sys.argv[2:5])
     engine = load(sys.argv[1], threads, vocabulary)

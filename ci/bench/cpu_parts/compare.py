@@ -1,5 +1,6 @@
-"""Writes logits of the float32 reference (argv: checkpoint, tokens, result), or compares logits with it
-(argv: `compare`, expected, actual, vocabulary).
+"""Writes logits of the float32 reference (argv: checkpoint, number of tokens, file for the result as raw
+float32), or compares logits with it and prints the figures as JSON (argv: `compare`, file of the expected
+ones, file of the actual ones, size of the vocabulary).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Writes an int8 model for CTranslate2 without using transformers. argv: checkpoint, directory of
-the result.
+"""Writes an int8 model for CTranslate2 without using transformers. argv: checkpoint, directory in which the
+result, int8, is created.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes a model for onnxruntime-genai with 4-bit weights in blocks of 32, for products with 8-bit
-activations, which its builder offers for processors with int8 products. argv: checkpoint, directory of the
-result.
+activations, which its builder offers for processors with int8 products. argv: checkpoint, directory in which
+the result, int4, is created.
 """
 
 from __future__ import annotations

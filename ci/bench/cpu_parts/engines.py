@@ -32,7 +32,7 @@ class Peer:
 
 def _compilers() -> dict[str, str]:
     """Returns environment variables that select clang, if there is one: llama.cpp's code for AMX crashes when
-    GCC 12 has compiled it.
+    GCC 12 has compiled it. Returns {} without clang, and if CC or CXX is set already.
     """
     if os.environ.get("CC") or os.environ.get("CXX"):
         return {}
@@ -112,7 +112,9 @@ def prepare(
     directory: Path, shape: str, schemes: Iterable[str], peers: Iterable[str], target: str = "host"
 ) -> Prepared:
     """Installs the compared engines and converts the model for them, where that was not done before. Returns
-    the engines with their models.
+    the engines with their models. An engine that cannot be installed or converted, or not be limited to
+    `target`, is left out with a printed line. Raises CalledProcessError if a bundle of mlcbuild cannot be
+    built.
 
     directory: where everything is kept; shape: name of the model's size; schemes: quantization schemes of
     mlcbuild's bundles; peers: names of the other engines; target: "host", or "x86-64-v3" for engines that use

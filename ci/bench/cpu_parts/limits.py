@@ -1,7 +1,8 @@
 """The limits of this machine: kernels that only read memory, or only multiply and add in registers.
 
-As a program (argv: threads, target) it answers each line on stdin with freshly measured rates, as JSON. The
-number of threads is TVM_NUM_THREADS, which is set before TVM is loaded.
+As a program (argv: threads, target) it prints {"isa": name of the instruction set}, and then answers each
+line on stdin with freshly measured rates, as JSON. The number of threads is TVM_NUM_THREADS, which is set
+before TVM is loaded.
 
 What bounds each loop, by the tables of uops.info and Agner Fog (instructions per cycle and core):
 
@@ -212,8 +213,8 @@ def tiles(parts: int) -> tvm.tirx.PrimFunc:
 
 
 def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]) -> dict[str, float]:
-    """Returns limit -> best of three measurements: GB/s read, float32 GFlop/s, int8 Gop/s (a product and a
-    sum are two operations).
+    """Returns {"read": GB/s of memory, "float32": GFlop/s, "int8": Gop/s}, each the best of three
+    measurements; a product and a sum are two operations.
 
     int8 is the rate of the instructions that multiply quantized weights: byte products, or tiles if these are
     faster.

@@ -50,12 +50,12 @@ class Samples:
     """The measurements of one engine with one model, over all rounds."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
-    """Name of a measured figure, such as "first token" -> its value in each round, by wall time: seconds for
-    "first token", else tokens per second.
+    """Name of a measured figure, such as "first token" -> its values in all rounds, of which a round may give
+    several, by wall time: seconds for "first token", else tokens per second.
     """
     cpu: dict[str, list[float]] = field(default_factory=dict)
-    """Name of a measured figure, such as "first token" -> its value in each round, by CPU time of all
-    threads: CPU seconds for "first token", else tokens per CPU second.
+    """Name of a measured figure, such as "first token" -> its values in all rounds, of which a round may give
+    several, by CPU time of all threads: CPU seconds for "first token", else tokens per CPU second.
     """
     threads: set[int] = field(default_factory=set)
     """Numbers of threads of the engine's process that worked in a measurement."""
@@ -78,7 +78,7 @@ class Measured:
 
 
 class EndedError(Exception):
-    """The error for an engine whose process did not answer."""
+    """The error for an engine whose process ended instead of answering."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ def measure(actual: Prepared, plan: Plan) -> Measured:
 
 def _first(entry: Entry, threads: int, vocabulary: int) -> tuple[float, float]:
     """Starts a measured engine, and returns (wall seconds, CPU seconds) from the start of its process until
-    it has computed its first token. entry: the engine with its model; vocabulary: number of tokens.
+    it has computed its first token. entry: the engine with its model; vocabulary: number of tokens. Raises
+    EndedError if the process ends before.
     """
     start = time.perf_counter()
     child = Child.start(entry, threads, FIRST, vocabulary)
@@ -190,9 +191,9 @@ def _sample(child: Child, figure: str, plan: Plan, into: Samples) -> None:
 
 def logits(actual: Prepared, area: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields (name of an engine with its model, figures) for each compared engine. The figures compare its
-    logits for one prompt with those of the float32 reference: "kl", the KL divergence in nats,
-    "agree", the share of equal most likely tokens, and "error", the relative root mean square error. Raises
-    CalledProcessError if the comparison fails.
+    logits for one prompt with those of the float32 reference: "kl", the KL divergence in nats, "agree", the
+    share of equal most likely tokens, and "error", the relative root mean square error. Raises
+    CalledProcessError if the comparison fails, and EndedError if an engine's process ends.
     """
     vocabulary = actual.config["vocab_size"]
     variables = environment(OURS)

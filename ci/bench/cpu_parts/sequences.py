@@ -29,7 +29,8 @@ class Batches(Protocol):
         ...
 
     def logits(self, row: int) -> np.ndarray:
-        """Returns the logits of a row of the last batch, float32 [vocabulary]."""
+        """Returns the logits of a row of the last batch, float32 [vocabulary]. row: its index in the batch;
+        its logits must have been requested."""
         ...
 
     def forget(self, sequence: int, first: int) -> None:

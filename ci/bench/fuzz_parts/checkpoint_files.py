@@ -27,7 +27,8 @@ from tests.schemes import SCHEMES
 
 class Safetensors(Timed):
     """A fuzzing target: creates mutated headers of a safetensors file, and mutated indices of a checkpoint of
-    several files, and checks that the checkpoint is either converted or refused with a suitable message.
+    several files, and checks that the checkpoint is either converted or refused with a suitable message. A
+    case is a file's name, a line break, and the file's content.
     """
 
     def __init__(self, place: Path) -> None:
@@ -83,7 +84,7 @@ class Safetensors(Timed):
 
 class TorchFiles(Timed):
     """A fuzzing target: creates mutated files pytorch_model.bin (a zip file with a pickle, and the numbers of
-    tensors), and checks that each is read, or refused with a suitable message.
+    tensors), and checks that each is read, or refused with a suitable message. A case is the file.
     """
 
     OPCODES = (

@@ -149,7 +149,7 @@ bundle: {output: "dist/{model}-{quantization}-{target}"}
 class Records(Files):
     """A fuzzing target: creates mutated records of step results, as a remote may return them for a cache key,
     and checks that each is refused, or that its key and files are consistent and it can be written again
-    unchanged.
+    unchanged. A case is the cache key, a line break, and the record.
     """
 
     def __init__(self, place: Path) -> None:

@@ -41,7 +41,7 @@ message is longer is a finding."""
 LARGEST = 1 << 24
 """Total size in bytes of the buffers and parameters of a GPU program up to which the program is also run."""
 Entry: TypeAlias = tuple[bytes, int, bytes]
-"""An entry of GGUF metadata: key, type and value."""
+"""An entry of GGUF metadata: (key, GGUF's number of the value's type, bytes of the value)."""
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 7: 1, 10: 8, 11: 8, 12: 8}
 """Number of a GGUF metadata value's type -> size of such a value in bytes. Types of 4 bytes, strings and
 arrays are left out.
@@ -76,7 +76,7 @@ class Timed(Files, ABC):
 
 class Configs(Timed):
     """A fuzzing target: creates mutated config.json files, and checks that mlcbuild either accepts each as a
-    consistent model or refuses it with a suitable error message.
+    consistent model or refuses it with a suitable error message. A case is the file.
     """
 
     NAMES = (
@@ -197,8 +197,8 @@ class GgufSeed:
         return seed
 
     def written(self, entries: list[Entry]) -> bytes:
-        """Returns the bytes of a valid GGUF file that consists of these metadata entries, and the tensors of
-        the seed file unchanged.
+        """Returns the bytes of a GGUF file that consists of these metadata entries, which may be invalid, and
+        of the seed file's tensors, unchanged.
         """
         head = self.whole[:16] + struct.pack("<Q", len(entries))
         for key, kind, value in entries:

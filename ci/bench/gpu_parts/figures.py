@@ -17,12 +17,13 @@ from mlcbuild_runtime.executor.executor import forward
 
 Figures = dict[str, float]
 SERVED_TOKENS = 64
-"""Number of tokens of each answer when the engine is measured with many requests on a GPU."""
+"""Maximum number of tokens of each prompt, and of each answer, when the engine is measured with many requests
+on a GPU."""
 COPY = 64 << 20
 """Number of bytes that one copy between two buffers of the GPU moves when its bandwidth is measured."""
 GREEDY = (0.0, float("-inf"), 1.0, 0.0, 0.0)
 PATIENCE = 120
-"""Seconds to wait for an event of the engine."""
+"""Seconds to wait for an event of the engine, after which the measurement fails."""
 
 
 @dataclass

@@ -85,8 +85,9 @@ def render(results: Results) -> str:
     """Returns Markdown: a line with the title, machine, date, commit and command, and a table with a row for
     each figure and a column for each tool, which shows the median of the tool's best variant. The column
     "ratio" shows how many times better mlcbuild's value is than that of the best other tool (below 1: worse),
-    and a last one its share of the hardware's limit, if one is known. Where several other tools are compared,
-    a line above the table states how many times as fast as llama.cpp mlcbuild is.
+    and a last one its share of the hardware's limit, if one is known. A cell without a value is empty. Where
+    several other tools are compared, a line above the table states how many times as fast as llama.cpp
+    mlcbuild is.
     """
     tools = list(dict.fromkeys(_tool(name) for row in results.rows for name in row.samples))
     tools.sort(key=lambda tool: tool != OURS)

@@ -21,8 +21,8 @@ import engines
 
 SHAPE = "smollm2-135m"
 CONTEXT, SLOTS = 512, 16
-"""Maximum tokens of a request, prompt and answer together, and maximum number of requests that are served at
-a time, for both servers."""
+"""Maximum tokens of a request, prompt and answer together (512), and maximum number of requests that are
+served at a time (16), for both servers."""
 FORMATS = ("q4_0", "q4_k_m")
 """Quantization formats of llama.cpp that the benchmark measures, because they use about as many bits per
 weight as mlcbuild's 4-bit scheme.
@@ -69,7 +69,8 @@ class Running:
 def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competitor]:
     """Creates missing environments, models and servers below `directory`, and returns the servers to compare:
     mlcbuild's with each of the quantization schemes, then llama.cpp's with each of its formats, with and
-    without flash attention. llama.cpp's are left out if its GGUF file could not be created.
+    without flash attention. llama.cpp's are left out if its GGUF file could not be created. Raises
+    CalledProcessError if another step fails, such as the build of a bundle or of llama.cpp's server.
     """
     engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
     listed = _ours(directory / SHAPE, schemes, threads)
@@ -105,7 +106,8 @@ def _llama(directory: Path, threads: int) -> list[Competitor]:
 
 def _gguf(area: Path, python: str, form: str) -> Path:
     """Returns the path of a GGUF file of the random checkpoint in the given format, such as q4_0, with a
-    vocabulary, which llama.cpp's server needs. It is created if it is missing.
+    vocabulary, which llama.cpp's server needs. It is created if it is missing. Raises CalledProcessError if
+    that fails.
     """
     directory, checkpoint = area / "llama", area / "checkpoint"
     created = directory / f"{form}-vocabulary.gguf"
@@ -149,7 +151,7 @@ def _ours(area: Path, schemes: list[str], threads: int) -> list[Competitor]:
 
 def _llama_server(directory: Path) -> str:
     """Returns the path of llama.cpp's server, built for this machine from the source that llama-cpp-python
-    brings. Downloads and builds it if it is missing."""
+    brings. Downloads and builds it if it is missing; raises CalledProcessError if that fails."""
     area = directory / "llama-server"
     created = area / "build" / "bin" / "llama-server"
     if not created.is_file():

@@ -20,13 +20,14 @@ CHUNKS = ((0, 7), (7, 24), (24, None))
 
 
 class RefusedError(Exception):
-    """The error for a config.json that mlcbuild refuses to build."""
+    """The error for a checkpoint whose config.json or weights mlcbuild refuses."""
 
 
 def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dict[str, float]:
     """Compares mlcbuild's logits with transformers'. Returns way of computing, such as "config, reference" or
     "config, chunks" -> largest difference of a logit, divided by the largest absolute value of the expected
-    logits.
+    logits. The config.json that transformers saves with the checkpoint has entries of its own, "saved config,
+    reference" and so on, if it describes another model.
 
     area: directory with the checkpoint that transformers wrote; tokens: the prompt; expected: transformers'
     logits; libraries: True if compiled libraries are tested, too. Raises RefusedError if mlcbuild refuses the
@@ -70,7 +71,8 @@ def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dic
 def _library(area: Path, config: ModelConfig, weights: Any, tokens: list[int], expected: Any) -> Any:
     """Compiles a model and computes the same tokens in three ways. Yields (way, largest absolute difference
     of a logit from `expected`): "whole" computes them in one call, "chunks" in several, "tokens" one by one
-    by decode steps. weights: those of the model; area: directory for the library.
+    by decode steps. A NaN counts as an infinite difference. weights: those of the model; area: directory for
+    the library.
     """
     session = compiled(area, config, weights)
     yield "whole", worst(session.prefill((0, tokens)), expected)
