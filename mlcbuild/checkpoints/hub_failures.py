@@ -96,7 +96,8 @@ are recognised by the names of their classes, because huggingface_hub has change
 
 def network_failure(error: Exception) -> Failure:
     """Returns (class, message) of the error to raise if an exception or one of its causes is a network
-    failure, an answer that is not a hub's, or a query that offline mode forbids; None for other exceptions.
+    failure, an answer that is not a hub's (every ValueError is taken for one), or a query that offline mode
+    forbids; None for other exceptions.
     """
     from huggingface_hub import constants
 
