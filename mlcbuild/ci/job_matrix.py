@@ -67,7 +67,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The options of the command `ci matrix`."""
+    """The options of the command `mlcbuild matrix`."""
 
     command: Command
     """The parts of the command line that all generated CI jobs share."""

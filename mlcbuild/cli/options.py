@@ -1,4 +1,4 @@
-"""Options of the verbs for CI and shared caches, and options that several verbs share."""
+"""Functions that add options and arguments to the parsers of verbs, and functions that parse their values."""
 
 from __future__ import annotations
 
