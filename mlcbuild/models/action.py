@@ -46,7 +46,8 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 def quantization(values: object) -> object:
     """Returns the part of a config.json that describes how weights are stored, such as quantization_config,
-    or of its text_config; None for unquantized weights. values: the decoded JSON document."""
+    or of its text_config; None for unquantized weights. Of several such fields, the first in the order
+    quantization_config, compression_config, quantization counts. values: the decoded JSON document."""
     if not isinstance(values, Mapping):
         return None
     stored = [values[name] for name in QUANTIZATION if values.get(name) is not None]
@@ -63,7 +64,7 @@ def write_config(config: ModelConfig, out: Path, names: TensorNames | None = Non
 
 def read_json(path: Path) -> object:
     """Reads a JSON file of a checkpoint and returns the decoded document. Raises CheckpointError for a file
-    that is missing, larger than 4 MiB, malformed, or has duplicate keys or NaN."""
+    that is missing or unreadable, larger than 4 MiB, not UTF-8, malformed, or has duplicate keys or NaN."""
     try:
         text = regular.read(path, LARGEST).decode("utf-8-sig")
     except UnicodeDecodeError as error:

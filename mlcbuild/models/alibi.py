@@ -9,7 +9,8 @@ from mlcbuild.models.rounding import bf16, f32
 
 
 def slopes(heads: int, kind: Alibi | None) -> tuple[float, ...]:
-    """Returns the ALiBi slope of each query head, rounded to float32, or to bfloat16 for the kind "bfloat16".
+    """Returns the ALiBi slopes, one for each of `heads` query heads (at least 1), rounded to float32, or to
+    bfloat16 for the kind "bfloat16".
 
     For 2^k heads the slopes are 2^(-8 i / 2^k) for i = 1, 2, ... Another number of heads gets the slopes of
     the next smaller power of two, then every second slope for twice as many heads.

@@ -31,9 +31,10 @@ def read_experts(
     """Reads the experts of a model from fields of its config.json, and returns their description: their
     number, the number that a token uses, and the number of hidden units of one expert.
 
-    fields: the reader of config.json, which collects an error message for each missing or wrong field.
-    router: rule by which experts are chosen. size: name of the field with the number of hidden units.
-    defaults: these three numbers for absent fields, in the same order; None: the field is required.
+    fields: the reader of config.json, which collects an error message for each missing or wrong field; the
+    result must not be used if there is one. router: rule by which experts are chosen. size: name of the field
+    with the number of hidden units. defaults: these three numbers for absent fields, in the same order; None:
+    the field is required.
     """
     fields.ignore(TRAINING)
     name = next((name for name in COUNTS if fields.has(name)), COUNTS[0])

@@ -101,8 +101,9 @@ EXPERTS: Names = {
 """Name of a parameter of experts -> names of the checkpoint's tensors. {} stands for the number of an expert;
 a name without {} is that of one tensor with the matrices of all experts."""
 LAYER: Names = {**NORMS, **ATTENTION, **LATENT, **DENSE, **EXPERTS}
-"""Name of a parameter within a layer -> names of the tensors in Llama's checkpoints, for every kind of
-attention and feed-forward. A family lists only the names that differ."""
+"""Name of a parameter within a layer -> names of the tensors in checkpoints of Llama or, for latent attention
+and experts, of DeepSeek, for every kind of attention and feed-forward. A family lists only the names that
+differ."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Common:
 
     attention: Attention
     """The description of attention over all positions, without biases and norms of queries and keys, and with
-    the first rotary embedding of the model."""
+    the model's first rotary embedding if it has one."""
     feed_forward: Dense
     norm: Norm
     count: int
@@ -253,8 +254,8 @@ def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ..
 
 def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Piece, ...]:
     """Returns descriptions (Piece) of the checkpoint's tensors that hold a parameter: a single one, one for
-    each matrix that it joins (such as gate and up), one for each expert, or one for each matrix of each
-    expert. tensors: their names. Raises CheckpointError if the number of names does not fit."""
+    each matrix or vector that it joins (such as gate and up), one for each expert, or one for each matrix of
+    each expert. tensors: their names. Raises CheckpointError if the number of names does not fit."""
     rest = param.shape[1:]
     numbered = any("{}" in name for name in tensors)
     if len(tensors) == 1 and numbered and not rest:
@@ -375,8 +376,8 @@ def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> t
 
 
 def every(step: int, count: int) -> list[str]:
-    """Returns a list of `count` kinds of layers: "full_attention" (no window) for every `step`-th layer,
-    "sliding_attention" for the others."""
+    """Returns a list of `count` kinds of layers: "full_attention" (no window) for every `step`-th, the first
+    of them at index step - 1, "sliding_attention" for the others."""
     full, sliding = LAYER_KINDS
     return [sliding if (index + 1) % step else full for index in range(count)]
 
@@ -393,7 +394,7 @@ def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[Lay
 def scaled_embedding(fields: Fields, hidden: int) -> float:
     """Returns sqrt(hidden), by which Gemma's embeddings are multiplied, rounded to the checkpoint's dtype.
     config.json states it as `dtype` (transformers 5) or `torch_dtype` (before); if it states neither, the
-    result is rounded to float32."""
+    result is rounded to float32. Another dtype than float32, float16 and bfloat16 adds an error message."""
     dtype = "torch_dtype" if fields.get("dtype") in (None, ABSENT) else "dtype"
     scale: float = fields.choice(dtype, ROUNDING, "float32")(f32(math.sqrt(hidden)))
     return scale

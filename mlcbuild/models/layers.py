@@ -28,8 +28,9 @@ HeadNorm = Literal["head", "own_head", "heads"]
 each head is normalized, with separate weights; heads: all heads of a token are normalized together.
 """
 Alibi = Literal["exact", "bfloat16"]
-"""How the biases of ALiBi (Press et al., 2022) are computed. exact: slope * (key - query) is added to scaled
-scores. bfloat16: slope * key, with slope, key and product in bfloat16, is added before the scaling."""
+"""How the biases of ALiBi (Press et al., 2022) are computed. key and query are positions. exact: slope * (key
+- query) is added to scaled scores. bfloat16: slope * key, with slope, key and product in bfloat16, is added
+before the scaling."""
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,10 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
     """Returns the model that a checkpoint's config.json describes. values: the decoded JSON document. place:
     the beginning of each error message, such as the file's path.
 
-    Raises CheckpointError with all problems, one per line; a document that is no object, or whose model_type
-    is not supported, is not read further. A field that is neither read, nor in the list of fields without
-    effect on results, nor has a value without effect, is a problem.
+    Raises CheckpointError with all problems, one per line; a document that is no object, whose model_type is
+    not supported, or that needs a kind of layer which is not implemented, is not read further. A field that
+    is neither read, nor in the list of fields without effect on results, nor has a value without effect, is a
+    problem.
     """
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{place}: must be a JSON object, found {show(values)}")
@@ -82,8 +83,8 @@ def _model(fields: Fields, family: Family) -> ModelConfig:
 
 def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
     """Returns the text model, under `text_config`, of a config.json that describes a model with several
-    parts, such as a vision tower, which are ignored. fields: reads config.json and collects problems. Returns
-    None, with a problem added, if there is no supported text model."""
+    parts, such as a vision tower, which are ignored; its family is the outer one. fields: reads config.json
+    and collects problems. Returns None, with a problem added, if there is no supported text model."""
     _check_code(fields, family)
     inner_values = fields.get("text_config")
     if not isinstance(inner_values, Mapping):
@@ -115,7 +116,8 @@ def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
 
 def tensor_names(config: ModelConfig) -> TensorNames:
     """Returns parameter name -> the checkpoint's tensors that make it up, and a pattern for the tensors to
-    ignore, as the model's family defines them."""
+    ignore, as the model's family, which must exist, defines them. Raises CheckpointError if the family names
+    a wrong number of tensors for a parameter."""
     family = load_family(config.family)
     unused = family.tensors.unused.replace("{layers}", str(len(config.layers)))
     return TensorNames(sources_of(family, config), unused)

@@ -131,9 +131,9 @@ def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRule
 
 
 def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
-    """Records a problem for each field of config.json that describes another rotary embedding than the first,
-    since the layers must share one; none if `fields` already has problems. ropes: name of a field, such as
-    "rope_scaling" -> the rotary embedding that it describes."""
+    """Records a problem for the first field of config.json that describes another rotary embedding than the
+    fields before it, since the layers must share one; none if `fields` already has problems. ropes: name of a
+    field, such as "rope_scaling" -> the rotary embedding that it describes."""
     if not ropes:
         return
     first, *others = ropes.items()
@@ -144,7 +144,8 @@ def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
 
 def _local(fields: Fields, setting: _Setting) -> _Setting:
     """Returns the fields of config.json outside its rope object as they apply to layers with an attention
-    window, for which rope_local_base_freq may replace rope_theta."""
+    window. If the model family has a rotary embedding of their own with a theta of its own,
+    rope_local_base_freq or else that theta replaces rope_theta; otherwise `setting` is returned."""
     name = "rope_local_base_freq"
     default = setting.rules.local_theta
     if not setting.rules.by_kind:

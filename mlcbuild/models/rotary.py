@@ -71,8 +71,8 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
     of the unscaled frequencies; scaling: the factor and the limits of the change."""
 
     def dimension(turns: float) -> float:
-        """Returns the index of a rotated dimension, as a real number, that makes `turns` full turns within
-        the original context window."""
+        """Returns the index of an inverse frequency, as a real number, with which a pair of dimensions makes
+        `turns` full turns within the original context window."""
         ratio = scaling.original_max_position / (turns * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
 

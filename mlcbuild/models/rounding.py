@@ -22,7 +22,8 @@ def f16(value: float) -> float:
 
 def bf16(value: float) -> float:
     """Returns, as a Python float, the bfloat16 (the upper half of a float32) nearest to a number; ties to
-    even. A finite number above 3.4e38 in magnitude raises OverflowError."""
+    even. A finite number above 3.4e38 in magnitude raises OverflowError; one from 3.396e38 on becomes
+    infinite."""
     bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
     bits += 0x7FFF + ((bits >> 16) & 1)
     rounded: float = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))[0]

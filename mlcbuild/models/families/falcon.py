@@ -1,4 +1,5 @@
-"""The model family Falcon: LayerNorm, a plain MLP, rotary embedding or ALiBi; both decoder architectures."""
+"""The model family Falcon, with new_decoder_architecture or without: LayerNorm, plain MLP, rotary or
+ALiBi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model family Gemma 3 (text): most layers have an attention window and their own rotary table."""
+"""The model family Gemma 3 (text): most layers have an attention window and another rotary embedding."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ NAMES: Names = {
 
 
 def read(fields: Fields, common: Common, shared_size: int) -> ModelConfig:
-    """Returns the model that a config.json of the family Granite with experts describes. common: what the
-    fields that all families share describe; shared_size: number of hidden units of the feed-forward that
-    every token uses beside its experts, or 0."""
+    """Returns the model that a config.json of the family Granite with experts describes. fields: the reader
+    of config.json, which collects error messages; common: what the fields that all families share describe;
+    shared_size: number of hidden units of the feed-forward that every token uses beside its experts, or 0."""
     has_bias = fields.flag("attention_bias", False)
     scale = fields.number("attention_multiplier", 1.0)
     attention = replace(common.attention, qkv_bias=has_bias, output_bias=has_bias, scale=scale)

@@ -14,8 +14,9 @@ NAMES: Names = {
 
 
 def read(fields: Fields, common: Common) -> ModelConfig:
-    """Returns the model that a config.json of the family Hunyuan describes, with dense feed-forwards. common:
-    what the fields that all families share describe."""
+    """Returns the model that a config.json of the family Hunyuan describes, with dense feed-forwards. fields:
+    the reader of config.json, which collects error messages; common: what the fields that all families share
+    describe."""
     has_bias = fields.flag("attention_bias", False)
     layer = common.layer(qkv_bias=has_bias, output_bias=has_bias, qk_norm=common.norm, qk_norm_last=True)
     fields.ignore(

@@ -22,7 +22,7 @@ _ALONE = {
     "norm_type": ("rms",),
     "routed_scaling_factor": (1.0,),
 }
-"""Field of config.json that transformers ignores -> values that say what it computes; others are errors."""
+"""Field of config.json that transformers ignores -> values that agree with its results; others are errors."""
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""The model family InternLM3: Llama, with biases in all matrix products or in none."""
+"""The model family InternLM3: Llama, with biases in all matrix products of a layer or in none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The model family OLMo: norms without weights, and queries, keys and values that may be clipped to a
-limit."""
+"""The model family OLMo: LayerNorms without weights and biases, and queries, keys and values that may be
+clipped to a limit."""
 
 from __future__ import annotations
 

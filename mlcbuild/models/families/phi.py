@@ -1,5 +1,5 @@
 """The model family Phi-1, Phi-1.5 and Phi-2: attention and feed-forward of a layer read one LayerNorm; all
-matrices have biases."""
+matrices but the embedding have biases."""
 
 from __future__ import annotations
 

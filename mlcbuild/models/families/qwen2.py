@@ -21,7 +21,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 def upper_windows(fields: Fields, count: int) -> tuple[int | None, ...]:
     """Returns the attention window, in tokens, of each of `count` layers; None: no window. In config.json,
     use_sliding_window turns windows of sliding_window tokens on, for layers from max_window_layers on or, if
-    layer_types is present, for those that it lists."""
+    layer_types is present, for those that it lists as sliding_attention. A missing or wrong field adds an
+    error message to `fields`, the reader of config.json."""
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):

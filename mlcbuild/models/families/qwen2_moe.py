@@ -29,8 +29,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 def _windows(fields: Fields, count: int) -> tuple[int | None, ...]:
     """Returns one attention window, in tokens, for each of `count` layers; None: no window. If
-    use_sliding_window is set in config.json, layers 0, 2, 4 and so on below max_window_layers have one,
-    unless layer_types lists others."""
+    use_sliding_window is set in config.json, layers 0, 2, 4 and so on below max_window_layers (28 if absent)
+    have one of sliding_window (4096) tokens, unless layer_types lists others. A wrong field adds an error
+    message to `fields`."""
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):
