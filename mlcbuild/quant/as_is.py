@@ -56,7 +56,8 @@ of its texts. Longer patterns are divided into several overrides."""
 
 def format_for(types: Collection[str]) -> str:
     """Returns the name of the smallest stored format, such as "q4_0" or "f32", that can store the values of
-    every type in `types`: the types, such as "Q4_K", of the checkpoint's tensors that make up one matrix."""
+    every type in `types`: the types, such as "Q4_K", of the checkpoint's tensors (at least one) that make up
+    one matrix. The smallest has the fewest bits per weight."""
     formats = {FORMATS.get(name) or _NOT_IN_GGUF.get(name, _EXACT) for name in types}
     if len(formats) == 1:
         return formats.pop()
@@ -90,7 +91,8 @@ def undecided(scheme: Scheme) -> Scheme:
 
 def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Sequence[Param]) -> Scheme:
     """Returns a scheme that stores each matrix in the smallest format that holds its values in the checkpoint
-    exactly, and other parameters in float32. The overrides of `scheme` stay, and decide first.
+    exactly, and other parameters in float32. The overrides of `scheme` stay, and decide first. Its name is
+    "as-is-" and 8 digits of a digest of formats and patterns.
 
     types: parameter name -> types, in GGUF's names, of the tensors that make up the parameter in the
     checkpoint. params: all parameters of the model.

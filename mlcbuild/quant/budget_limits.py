@@ -17,8 +17,8 @@ def base_and_overrides(
     names: Mapping[str, str], params: Sequence[Param]
 ) -> tuple[str, list[tuple[str, str]]]:
     """Returns (name of the scheme that most parameters have, overrides for the others as pairs (pattern of
-    names, scheme name)). names: parameter name -> scheme name, in the model's order; params: all parameters.
-    """
+    names, scheme name)). Of schemes with equally many, the first in alphabetical order counts. names:
+    parameter name -> scheme name, in the model's order, not empty; params: all parameters."""
     by_scheme: dict[str, list[str]] = {}
     for param, scheme in names.items():
         by_scheme.setdefault(scheme, []).append(param)
@@ -38,7 +38,8 @@ def weight_count(params: Sequence[Param]) -> int:
 
 def byte_limit(kind: BudgetKind, limit: float, params: Sequence[Param]) -> int | None:
     """Returns the maximum size of a model's stored tensors under a budget, in bytes; None for the budget
-    `max_kl`. limit: bits per weight for the budget `target_bits`, bytes for `max_size`."""
+    `max_kl`. limit: bits per weight for the budget `target_bits`, bytes for `max_size`; the result is rounded
+    down."""
     if kind == "max_kl":
         return None
     return int(limit if kind == "max_size" else limit * weight_count(params) / 8)

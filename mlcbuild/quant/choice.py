@@ -36,7 +36,8 @@ def scheme_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Storage
 def mixture(candidates: Sequence[Storage], base: str, overrides: Sequence[tuple[str, str]]) -> Storage:
     """Returns the candidate called `base` with overrides. candidates: the schemes to choose from; overrides:
     pairs (pattern of parameter names, name of the candidate for these parameters). The result has the name
-    that a recipe's scheme with these overrides has, so that both give the same bytes."""
+    that a recipe's scheme with these overrides has, so that both give the same bytes: the base's name, "-"
+    and 8 digits of a digest, or only the base's without overrides."""
     by_name = {candidate.name: candidate for candidate in candidates}
     if not overrides:
         return by_name[base]

@@ -44,9 +44,9 @@ def tiles(groups: Groups) -> Format:
 
     q_weight uint8 [ceil(N/16), ceil(K/32), 64 * bits] holds the codes and q_scale [ceil(N/16), ceil(K/32),
     16] the scales. The bytes of a tile are ordered [quad][row][weight of the quad], a quad being four
-    consecutive weights. With 4 and 5 bits there are four quads: low halves of bytes belong to weights 0..15,
-    high halves to 16..31. With 5 bits, bytes [row][weight of a quad] with the fifth bits follow; bit q
-    belongs to quad q of the 32 weights.
+    consecutive weights. With 8 bits there are eight quads. With 4 and 5 bits there are four: low halves of
+    bytes belong to weights 0..15, high halves to 16..31. With 5 bits, bytes [row][weight of a quad] with the
+    fifth bits follow; bit q belongs to quad q of the 32 weights.
     """
     size = GROUP * TILE_ROWS * groups.bits // 8
     return _format(

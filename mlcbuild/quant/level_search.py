@@ -34,7 +34,7 @@ uint8."""
 
 def quantize(blocks: Blocks, weight: Array, name: str, importance: Floats | None = None) -> list[BlockRows]:
     """Quantizes a matrix [N, K] with two-level scales, and returns its codes, scales and minima as a list of
-    BlockRows, each with some consecutive rows.
+    BlockRows, each with some consecutive rows, in order.
 
     weight: float32, float16, or bfloat16 bits in uint16. Columns are padded with zeros to whole groups of 32.
     importance: factor of each column's squared error, float32 [K], such as the mean square of the activations
@@ -179,10 +179,10 @@ def _codes(blocks: Blocks, planes: Floats, scale: Floats, minimum: Floats | None
 
 def _levels(numbers: Floats, most: int, name: str) -> tuple[Floats, Floats]:
     """Approximates the float32 `numbers` [rows, count] by products of one float16 for each row and one
-    integer for each number, whose magnitude is at most `most`. Returns (the float16 numbers as float32
-    [rows], the integers as float32 [rows, count]). A number that is not zero gets the integer zero only if
-    its row's float16 is zero. Raises CheckpointError, with `name` in its message, if a float16 would be
-    infinite."""
+    integer for each number, whose magnitude is at most `most` (127 for scales; 255 for minima, whose integers
+    are at least 0). Returns (the float16 numbers as float32 [rows], the integers as float32 [rows, count]). A
+    number that is not zero gets the integer zero only if its row's float16 is zero. Raises CheckpointError,
+    with `name` in its message, if a float16 would be infinite."""
     extreme = np.where(numbers.max(axis=1) >= -numbers.min(axis=1), numbers.max(axis=1), numbers.min(axis=1))
     unit = extreme / np.float32(most)
     if (greatest := largest(unit)) >= OVERFLOW:
