@@ -313,8 +313,9 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     """Returns "weights", "kv_cache" and "workspace" -> bytes of memory while a variant's bundle is served;
     None for a model that is not downloaded.
 
-    A compiled library states all three. Before compilation, weights and KV cache are computed from the
-    recipe, and the workspace is missing.
+    A compiled library states all three. Before compilation, weights (an upper bound while formats are not
+    chosen) and KV cache are computed from the recipe, and the workspace is missing. Raises StoreError if the
+    library cannot be read from the store.
     """
     from mlcbuild.models import cached_bytes, context_window
     from mlcbuild.quant.format import ITEM_BYTES

@@ -161,7 +161,7 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
 
 def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
     """Returns the repositories on a hub, of models and adapters, that a recipe names and its lock file must
-    pin."""
+    pin, in the recipe's order; one that it names twice is listed twice."""
     sources = (source for model in recipe.models.values() for source in model.sources)
     return tuple(source for source in sources if isinstance(source, HubSource))
 
@@ -177,7 +177,8 @@ class _Assembly:
     bench: Bench | None
     nodes: dict[str, Node] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
-    """Shortened digest of a model's config -> name of the first step that produces this config."""
+    """First 12 digits of a digest of a model's config, or of its config file while that is not downloaded ->
+    name of the first step that produces this config."""
     tools: dict[targets.Target, Mapping[str, str]] = field(default_factory=dict)
     lacks: dict[targets.Target, str] = field(default_factory=dict)
     """Target -> message that names what this machine lacks for building for this target."""

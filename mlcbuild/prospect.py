@@ -61,8 +61,8 @@ class Checkpoint:
     model: RecipeModel
     node: Node
     label: str
-    """First 12 digits of a digest of the model's config, or of its config file while that is not downloaded;
-    part of the names of steps."""
+    """First 12 hexadecimal digits of the BLAKE3 digest of the model's config, or of the SHA-256 of its
+    config.json or GGUF file while that is not downloaded; part of the names of steps."""
     config: ModelConfig | None
     """The config of the model; None while its checkpoint is not downloaded."""
     kind: CheckpointKind = SAFETENSORS
@@ -135,7 +135,8 @@ class Checkpoint:
 
 def check(recipe: Recipe) -> None:
     """Checks the local models of a recipe: that each can be read, and that its config allows the scheme, the
-    target and the context window of the recipe's variants. Raises InputError with all problems."""
+    target and the context window of the recipe's variants. Raises InputError with all problems of the models
+    or, if they have none, of the variants."""
     examined(recipe, expand(recipe), None)
 
 
@@ -167,7 +168,8 @@ def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
 def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
     """Reads the checkpoints of the variants' models, checks that the variants fit them, and returns model
     name -> its checkpoint. lock: the pinned files of models on a hub; if it is None, only local models are
-    examined. Raises InputError with all problems of these models."""
+    examined. Raises InputError with all problems of the local models, or else the first of a model on a hub,
+    or else all of the variants."""
     variants = list(variants)
     models = {variant.model.name: variant.model for variant in variants}
     problems = Problems(faults(models.values()))
