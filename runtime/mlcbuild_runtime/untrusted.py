@@ -109,8 +109,8 @@ def _note(part: str, manifest: Manifest) -> Path | None:
 
 
 def _version(part: str, manifest: Manifest) -> list[str]:
-    """Returns the name and the version of the package that reads a part of a bundle: "library" or
-    "tokenizer"."""
+    """Returns [name, version] of the package that reads a part of a bundle: "library", for which the name is
+    "code", or "tokenizer"."""
     if part == "library":
         return ["code", loading.code_version(manifest)]
     # The module's attribute, because this process imports it soon anyway; reading metadata is slower.

@@ -18,16 +18,16 @@ from mlcbuild_runtime.text.turns import CrowdedError, FairLock
 BUSY = 2.5
 """Wall-clock seconds that rendering a prompt may take for each permitted CPU second."""
 SHORT = 64 << 10
-"""Maximum bytes of messages that count as short: they are rendered in milliseconds, and do not wait for long
-ones, which may take tenths of a second."""
+"""Maximum bytes of a chat, as JSON with its template, that counts as short: it is rendered in milliseconds,
+and does not wait for long ones, which may take tenths of a second."""
 SHORT_WAITING, LONG_WAITING = 48, 16
-"""SHORT_WAITING is the maximum number of requests with short messages that may wait to have their prompts
-rendered, LONG_WAITING the maximum number of those with long messages."""
+"""SHORT_WAITING is the maximum number of requests with short chats that may wait to have their prompts
+rendered by one model's template, LONG_WAITING the maximum number of those with long chats."""
 LONGEST_WAIT = 5.0
 """Maximum seconds that a request waits while the prompts of other requests are rendered."""
 LONG_NICE = 5
-"""Niceness (0 is normal, 19 the lowest priority) of the child process that renders chats with more than 64
-KiB of messages as prompts."""
+"""Niceness (0 is normal, 19 the lowest priority) of the child process that renders long chats as prompts:
+those of more than 64 KiB (SHORT)."""
 
 Message = Mapping[str, Json]
 
@@ -38,12 +38,11 @@ MAX_TEMPLATE = 1 << 20
 
 
 def find_template(path: Path, config: Mapping[str, Json], present: Collection[str]) -> str | None:
-    """Returns the chat template of the tokenizer in directory `path`; None if it has none.
+    """Returns the source text of the chat template of the tokenizer in directory `path`; None if it has none.
 
     `config` is its tokenizer_config.json, and `present` the names of the files that may be read. The file
     chat_template.jinja comes before `config`, and that before chat_template.json; of several named templates,
-    the one called `default` is returned. Raises BundleError for a file that cannot be read.
-    """
+    the one called `default` is returned. Raises BundleError for a file that cannot be read."""
     file, other = TEMPLATES
     if file in present:
         return files.read_text(path / file, MAX_TEMPLATE)
@@ -58,9 +57,8 @@ def find_template(path: Path, config: Mapping[str, Json], present: Collection[st
 
 class ChatTemplate:
     """A chat template and the special tokens (`bos_token`, ...) that it may write. It is rendered in separate
-    child processes, one for short messages and one for long ones, so that neither an endless template nor a
-    long conversation blocks other work. Any thread may use it.
-    """
+    child processes, one for short chats and one for long ones, so that neither an endless template nor a long
+    conversation blocks other work. Any thread may use it."""
 
     def __init__(self, source: str | None, special: Mapping[str, str]) -> None:
         self._source, self._special = source, special
@@ -148,8 +146,8 @@ def failed(reason: str) -> RequestError:
 
 
 def one_line(text: str) -> str:
-    """Returns a text as one line of at most 300 characters, without control characters that a terminal would
-    obey."""
+    """Returns a text as one line of at most 300 characters, with "..." at the end of a longer one, with
+    single spaces and without control characters that a terminal would obey."""
     printable = "".join(letter if letter.isprintable() else " " for letter in text[:2000])
     printable = " ".join(printable.split())
     return printable if len(printable) <= 300 else f"{printable[:297]}..."

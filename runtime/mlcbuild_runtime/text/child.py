@@ -61,15 +61,16 @@ class Child:
 
     def ask(self, document: object, patience: float) -> Json:
         """Sends a JSON document to the child process and returns its answer. Raises EndedError if there is
-        none within `patience` seconds or the process ends, and SetupError if no process can be started or it
-        ends with exit code 1. After an error the process is killed; the next call starts another one."""
+        none within `patience` seconds, the process ends or the method `close` was called, and SetupError if
+        no process can be started or it ends with exit code 1. After an error the process is killed; the next
+        call starts another one."""
         return self.ask_line(as_line(document), patience)
 
     def ask_line(self, line: bytes, patience: float) -> Json:
         """Sends a JSON document, as one line with its line feed, to the child process and returns its answer.
-        Raises EndedError if there is none within `patience` seconds or the process ends, and SetupError if no
-        process can be started or it ends with exit code 1. After an error the process is killed; the next
-        call starts another one."""
+        Raises EndedError if there is none within `patience` seconds, the process ends or the method `close`
+        was called, and SetupError if no process can be started or it ends with exit code 1. After an error
+        the process is killed; the next call starts another one."""
         process = self._running()
         try:
             answer: Json = json.loads(self._exchange(process, line, patience))

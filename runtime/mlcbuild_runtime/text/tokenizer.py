@@ -96,7 +96,8 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the tokens of the prompt for an answer to `messages`. options: more variables for the chat
         template. Raises RequestError if there is no template, if it refuses the messages or fails, if too
-        many requests wait for it, or for a prompt of more than `longest` bytes (None: no limit)."""
+        many requests wait for it, or for a prompt of more than `longest` bytes (None: no limit), SetupError
+        if no child process can be started to render it."""
         return self.vocabulary.encode(self.rendered(messages, options, longest), special=False)
 
     def rendered(
@@ -108,7 +109,8 @@ class Tokenizer:
         """Returns the text of the prompt for an answer to `messages`, with all special tokens, which the chat
         template writes itself. options: more variables for the template. Raises RequestError if there is no
         template, if it refuses the messages or fails, if too many requests wait for it, or for a prompt of
-        more than `longest` bytes (None: no limit)."""
+        more than `longest` bytes (None: no limit), SetupError if no child process can be started to render
+        it."""
         text = self.template.render(messages, options or {})
         check_length(text, longest)
         return text

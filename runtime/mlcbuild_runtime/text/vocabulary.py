@@ -55,7 +55,8 @@ class Vocabulary(Protocol):
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes of one token, which may be part of a character; b"" for a special token."""
+        """Returns the UTF-8 bytes of one token, which may be part of a character; b"" for a special token, or
+        one that the vocabulary lacks."""
         ...
 
     def token_name(self, token: int) -> str:
