@@ -56,8 +56,8 @@ def storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
 @lru_cache(maxsize=1024)
 def most_stored_bytes(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> int:
     """Returns the number of bytes that a model's weights take under a quantization scheme on a device; for a
-    scheme with a budget (a limit of size, bits or loss), an upper bound. Raises UsageError for a format for
-    which the device has no kernels."""
+    scheme among whose candidates a build step chooses, such as one with a budget (a limit of size, bits or
+    loss), an upper bound. Raises UsageError for a format for which the device has no kernels."""
     params = listed_parameters(config)
     size = quant.stored_bytes(params, device.storage(scheme))
     if scheme.budget is None:

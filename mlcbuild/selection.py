@@ -131,7 +131,7 @@ def _shard(
 
 def durations(pipeline: Pipeline) -> Path:
     """Returns the path of the file beside a recipe that holds the durations of steps. By these durations the
-    steps are divided into shards, one for each machine."""
+    steps are divided into shards, one for each machine. The file need not exist."""
     from mlcbuild.ci import split as splits
 
     return splits.place(pipeline.recipe.path)

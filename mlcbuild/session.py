@@ -140,7 +140,7 @@ class Session:
     # Planning
 
     def plan(self, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> RecipePlan:
-        """Computes what a run would do, and why. It writes nothing but cached digests of sources.
+        """Computes what a run would do, and why; ignores the shard. Writes only cached digests of sources.
 
         on_event: receives warnings about the store and remotes. Raises UsageError for names that match
         nothing or an unreadable signing key, SourceError for an unreadable source, StoreError for the store.
@@ -177,7 +177,7 @@ class Session:
 
     def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
         """Returns a drawing of all steps and their states, as text in the format `form`. on_event: receives
-        warnings. Raises SourceError for an unreadable source."""
+        warnings. Raises UsageError for the signing key, SourceError for a source, and StoreError."""
         from mlcbuild.reports import graph_picture
 
         graph, store = self.pipeline.graph, Store(self.store.root)
@@ -202,7 +202,7 @@ class Session:
         return matrices.jobs(products, self.pipeline, plan, matrix)
 
     def split(self, count: int, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> Split:
-        """Divides the selected steps into `count` shards, one for each machine, so that each step runs once.
+        """Divides the selected steps (all if none is selected) into `count` shards, one for each machine.
         Returns each shard's steps, and a digest by which machines see that they divided alike. Raises
         UsageError for a count below 1 and for unknown names, InputError for a malformed file of durations."""
         from mlcbuild.ci import split as splits
@@ -215,8 +215,8 @@ class Session:
 
     def record_durations(self) -> None:
         """Updates the file of durations beside the recipe, by which later calls divide the steps among
-        machines (shards), with those in the records of this store; others stay. Raises UsageError when no
-        step of the recipe was built in this store, InputError when the file is malformed."""
+        machines (shards), with those in the records of this store; those of the recipe's other steps stay.
+        Raises UsageError if no step was built in this store, InputError for a malformed file."""
         from mlcbuild.ci import split as splits
 
         graph, path = self.pipeline.graph, durations(self.pipeline)
@@ -245,7 +245,7 @@ class Session:
         A failed or cancelled run is a result, not an exception: see `Result.check`. Raises UsageError for
         names that match nothing or an unreadable signing key, SourceError for an unreadable source,
         SetupError for a step that no worker can run or, without `keep_going`, that this machine cannot run,
-        StoreError when the store cannot be used.
+        InputError for malformed durations of shards, StoreError when the store cannot be used.
         """
         from mlcbuild.ci import shard_phases
 

@@ -53,7 +53,7 @@ class Bell:
 
 class Interruption:
     """A function that ends one run early. Any thread or signal handler may call it, with the reason as
-    argument."""
+    argument; the first reason is kept."""
 
     def __init__(self, bell: Bell, stop: Callable[[], None]) -> None:
         self.reason = ""
@@ -88,9 +88,8 @@ class Cancellation:
 
     @contextmanager
     def attached(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Returns a context in which `listener` is called with the reason once `cancel` is called, or at
-        once if it was called before.
-        """
+        """Returns a context in which `listener` is called with the reason each time `cancel` is called, and
+        at once if it was called before."""
         self._listeners.append(listener)
         try:
             if self.reason:

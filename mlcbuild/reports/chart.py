@@ -68,8 +68,8 @@ class Point:
 
 def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
     """Assigns the bars of a timeline to as few rows as possible, and returns the rows, those of one machine
-    beside each other. A row shows steps that ran one after the other on the same machine.
-    """
+    beside each other, the machines by name, this one first. A row shows steps that ran one after the other on
+    the same machine."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, -bar.seconds, bar.name)):
         free = next((row for row in rows if _follows(row[-1], bar)), None)
@@ -86,7 +86,7 @@ def _follows(last: Bar, bar: Bar) -> bool:
 
 def timeline(bars: Sequence[Bar], total: float) -> str:
     """Returns an SVG timeline of a run's steps, in as few rows as possible: the steps of a row ran on one
-    machine, one after the other. total: seconds of the run."""
+    machine, one after the other. total: seconds of the run; the axis is longer if a bar ends later."""
     rows = lanes(bars)
     total = max([total, *(bar.start + bar.seconds for bar in bars)]) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / total
@@ -203,7 +203,7 @@ def _is_within(box: Box, area: Box) -> bool:
 
 def _dot(point: Point, place: tuple[float, float], fill: str, occupied: list[Box], area: Box) -> str:
     """Returns a labelled dot of a scatter plot as SVG. The label is beside the dot, or above or below it, at
-    the first free position.
+    the first free position; without one it overlaps.
 
     place: x and y of the dot in pixels; fill: its colour; occupied: rectangles of dots and earlier labels, to
     which the label is added; area: rectangle that labels must not leave.

@@ -67,7 +67,7 @@ def paths(boxes: Mapping[str, Box], edges: Iterable[Edge]) -> dict[Edge, str]:
 
 
 def _gaps(boxes: Iterable[Box]) -> dict[float, list[_Gap]]:
-    """Returns left edge of a column -> the free ranges in it, from above."""
+    """Returns left edge of a column -> the free ranges in it, from top to bottom."""
     columns: dict[float, list[float]] = {}
     for box in boxes:
         columns.setdefault(box.x, []).append(box.y)

@@ -49,9 +49,8 @@ _SWEEPS = 12
 
 
 def mermaid(graph: Graph, plan: Plan | None = None) -> str:
-    """Returns a graph of steps as Mermaid text, which GitHub and GitLab show as a diagram. plan: adds the
-    states of the steps; None: they are not shown.
-    """
+    """Returns a graph of steps as Mermaid text, which GitHub and GitLab show as a diagram, with sources in a
+    colour of their own. plan: adds the states of the steps as colours; None: they are not shown."""
     number = {name: f"n{index}" for index, name in enumerate(graph.nodes)}
     states = _states(graph, plan)
     lines = ["flowchart LR"]
@@ -72,9 +71,8 @@ def _mermaid_text(name: str) -> str:
 
 
 def dot(graph: Graph, plan: Plan | None = None) -> str:
-    """Returns a graph of steps as text for Graphviz. plan: adds the states of the steps; None: they are not
-    shown.
-    """
+    """Returns a graph of steps as text for Graphviz, with sources in a colour of their own. plan: adds the
+    states of the steps as colours; None: they are not shown."""
     states = _states(graph, plan)
     lines = [
         "digraph plan {",
@@ -105,8 +103,8 @@ def drawing(
     graph: Graph, states: Mapping[str, str], reasons: Mapping[str, str], *, legend: bool = True
 ) -> str:
     """Returns an SVG document that shows a graph of steps. states: name of every step and source -> its
-    state, "" for none; reasons: name of a step -> the reason for its state, in words; legend: shows the
-    colour of each state.
+    state, "" for none; reasons: name of a step -> the reason for its state, in words, which its tooltip
+    shows; legend: shows the colours of the states that occur.
 
     Edges that follow from others are left out, for example fetch -> bundle if there is fetch -> weights ->
     bundle.

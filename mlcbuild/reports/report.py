@@ -289,8 +289,8 @@ class View:
 
 def document(result: RunResult, variants: Sequence[object] = ()) -> dict[str, object]:
     """Returns the JSON document that `mlcbuild run --json` prints: "variants" is a copy of `variants`, JSON
-    objects that describe the variants of the run; "steps" has name, key, status, seconds and reason of each
-    step; and "seconds" is the duration of the run."""
+    objects that describe the variants of the run; "steps" has name, key, status, seconds and reason (of a
+    failed step, its error) of each step; and "seconds" is the duration of the run."""
     return {
         "variants": list(variants),
         "steps": [_step_json(step) for step in result.steps],

@@ -1,8 +1,8 @@
 """Writes and reads logs of runs, which are kept in the store to be shown and compared later.
 
 Each run has two JSON files below the store's root: `runs/<recipe>/<time>.json`, and
-`runs/<recipe>/<digest>.rest` with the part without times, which runs of the same outcome share. Only the
-newest KEPT logs of each recipe stay. No step depends on a log.
+`runs/<recipe>/<digest>.rest` with the part without times, which runs of the same outcome share. <recipe> is a
+digest of the recipe's absolute path. Only the newest KEPT logs of each recipe stay. No step depends on a log.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ class Tally:
 
     def critical(self) -> tuple[str, float]:
         """Returns (name of the unfinished step with which the longest chain of dependent steps begins,
-        expected seconds until this chain ends, and the run at the earliest); ("", 0) if unknown."""
+        expected seconds until this chain ends, and the run at the earliest, negative if it is late); ("", 0)
+        if unknown."""
         now = time.monotonic()
         ends = {
             name: seconds - (now - self.started.get(name, now) if name in self.running else 0.0)

@@ -95,7 +95,7 @@ class Blobs:
 
     def read_blob(self, entry: Entry) -> bytes:
         """Returns the bytes of the small blob that `entry` describes. Raises StoreError if they cannot be
-        read or are damaged; a damaged blob is removed."""
+        read or are damaged. A blob with wrong bytes is removed, unless it is longer than `entry` states."""
         try:
             data = regular.read(self.blob(entry.digest), entry.size, follow_link=False)
         except OSError as error:
@@ -109,7 +109,8 @@ class Blobs:
         return data
 
     def damaged(self, entry: Entry) -> StoreError:
-        """Removes a damaged blob from the store and returns the error that the caller should raise."""
+        """Removes a damaged blob from the store and returns the error that the caller should raise: a
+        LostBlobError, or another StoreError if the blob cannot be removed."""
         self.condemn(entry.digest)
         blob = self.blob(entry.digest)
         problem = (
@@ -215,6 +216,7 @@ def make_shelf(directory: Path) -> None:
 
 
 def make_way(place: Path) -> None:
-    """Removes a directory at a path where a file belongs, since a rename cannot replace a directory."""
+    """Removes a directory at a path where a file belongs, since a rename cannot replace a directory; anything
+    else stays."""
     if place.is_dir() and not place.is_symlink():
         remove_tree(place)

@@ -48,8 +48,8 @@ def materialise(
     appears, or replaces an older one, by rename. An older one is replaced only if mlcbuild wrote each file in
     it: `.NAME.mlcbuild.json` beside it lists them with digests, and files that are not listed or have changed
     belong to the user. A file that was exchanged for another one of the same size and mtime is written again.
-    Raises UsageError for files of the user, StoreError when the store is damaged, MlcbuildError when the
-    destination cannot be written.
+    Raises UsageError for files of the user and for a link or file at `destination`, StoreError when the store
+    is damaged, MlcbuildError when the destination cannot be written.
     """
     destination = destination.absolute()
     added = ((path, bytes_digest(data), len(data)) for path, data in texts.items())
@@ -193,7 +193,8 @@ def _is_whole(store: Store, path: Path, row: Row, listing: _Listing) -> bool:
 
 def _check_ours(destination: Path, listed: Sequence[Row]) -> None:
     """Raises UsageError if an output directory holds a file that mlcbuild did not write, or that was changed
-    since. listed: (path, digest, size) of each file that mlcbuild wrote there."""
+    since, or if a link or a file is in its place. listed: (path, digest, size) of each file that mlcbuild
+    wrote there."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise UsageError(f"{destination} is not a directory: move it away, or choose another output")
     foreign = [name for path, name in _files(destination) if not _is_ours(path, name, listed)]

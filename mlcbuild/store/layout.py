@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 USE_NOTED_NS = 600 * 1_000_000_000
-"""Minimum nanoseconds between two updates of the time at which a step record was last used; `upkeep.gc` keeps
-what was used in the last hour.
-"""
+"""Minimum nanoseconds between two updates of the time at which a step record was last used; while a build
+runs, `upkeep.gc` keeps what was used in the last hour."""
 LONGEST_ROOT = 3072
 """Maximum bytes of a store's path, of the 4096 that Linux allows for the path of a file in it."""
 KEPT_LOGS = 20
@@ -30,9 +29,8 @@ _CLEANED = ("tmp", "locks", "logs", "known", "partial", "unsent", "sent", "recei
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the path in $MLCBUILD_STORE, or the store's path in the user's cache directory on
-    this system.
-    """
+    """Returns the absolute path in $MLCBUILD_STORE, in which ~ stands for the home directory, or the store's
+    path in the user's cache directory on this system."""
     if chosen := environ.get("MLCBUILD_STORE"):
         return absolute(os.path.expanduser(chosen))
     if sys.platform == "darwin":

@@ -46,7 +46,7 @@ def link_or_copy(source: Path, destination: Path) -> None:
 
 def copy(source: Path, destination: Path) -> None:
     """Copies a file's bytes to a new file `destination`, sharing blocks on filesystems that can (XFS, btrfs).
-    Raises OSError if a file cannot be read or written, or `destination` exists.
+    Raises OSError if a file cannot be read or written, or `destination` exists; what was copied before stays.
 
     A copy of a file with the mtime STAMP is read-only and gets the same mtime.
     """

@@ -53,8 +53,8 @@ _VARIABLES = (
 
 def place(root: str, arguments: Sequence[str]) -> str:
     """Returns the path of a receipt, the file that lists what a finished run depended on, below the store
-    `root`. The name is a digest of the command-line arguments, the current directory, the environment, the
-    user, the machine and the Python interpreter."""
+    `root`. The name is a digest of the command-line arguments, the current directory, the environment
+    variables that matter, the user, the machine and the Python interpreter."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read()  # The features of a processor stay the same until the machine restarts.
@@ -155,7 +155,7 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
 
 
 def short(path: str) -> str:
-    """Returns a path as an absolute path or relative to the current directory, whichever text is shorter."""
+    """Returns an absolute path relative to the current directory if it lies below that, else unchanged."""
     return path.removeprefix(os.getcwd() + "/")
 
 

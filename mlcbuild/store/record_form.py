@@ -78,7 +78,8 @@ _BEFORE_ACTION, _BEFORE_CODE, _AFTER_CODE = b'{"action":"', b'","code":{', b'},"
 
 def parse_about(rest: bytes) -> dict[str, Any]:
     """Parses the second line of a step record, the JSON text of the inputs from which the step's result was
-    built and of its costs, and returns the JSON object. Raises ValueError for any other text.
+    built and of its costs, and returns the JSON object, whose "code" may be a `Code` that other records
+    share. Raises ValueError for any other text.
 
     Most of the line lists the source files of the action, which thousands of records share. Their text is
     parsed once; for the same bytes in another record, only the rest of the line is parsed.

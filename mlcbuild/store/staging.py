@@ -44,7 +44,8 @@ class StagingArea:
         return cls(directory, lock)
 
     def subdirectory(self) -> Path:
-        """Creates and returns a new, empty directory inside this working directory."""
+        """Creates and returns a new, empty directory inside this working directory. Raises OSError if it
+        cannot be created."""
         self._count += 1
         path = self.directory / str(self._count)
         path.mkdir()
@@ -85,7 +86,8 @@ def remove(path: Path) -> None:
 
 def living(root: Path) -> bool:
     """Returns True if any process, which may be this one, is working in the store `root`: a run, a worker, or
-    an import. Removes working directories of killed processes on the way."""
+    an import; True also if another user's lock cannot be tested. Removes working directories of killed
+    processes on the way."""
     for path in (root / "tmp").glob("*.lock"):
         try:
             lock = try_lock(path)

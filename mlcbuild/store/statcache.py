@@ -144,8 +144,8 @@ class StatCache:
 
     def save(self) -> None:
         """Writes all changes to the cache's file, and then removes digests and imports that were written more
-        than 180 days ago. Errors are ignored, because a lost cache costs only re-hashing.
-        """
+        than 180 days ago; without changes it does nothing. Errors are ignored, because a lost cache costs
+        only re-hashing."""
         new_imports = (self._imports or {}).keys() - self._read_imports
         if not self._new_files and not self._new_keys and not new_imports:
             return
@@ -270,7 +270,8 @@ class StatCache:
 
 
 def _schema(database: sqlite3.Connection) -> list[tuple[object, ...]]:
-    """Returns the type, name and definition of each table, view and trigger of a database."""
+    """Returns the type, name and definition of each table, index, view and trigger of a database, sorted by
+    name."""
     return database.execute("select type, name, sql from sqlite_master order by name, type").fetchall()
 
 

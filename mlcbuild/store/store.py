@@ -58,7 +58,7 @@ FORMAT = "mlcbuild-store/1"
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Returns $MLCBUILD_STORE, or the store in the user's cache directory on this system."""
+    """Returns the absolute path in $MLCBUILD_STORE, or that of the store in the user's cache directory."""
     return Path(layout.default_root(environ))
 
 
@@ -68,8 +68,8 @@ class Published:
 
     record: Record
     fault: str = ""
-    """The differences from the record of an earlier result that the store had already for the same cache key,
-    if the step is not reproducible; "" otherwise."""
+    """An error message with the files that differ from an earlier result that the store had for the same
+    cache key, if the step is not reproducible; "" otherwise."""
 
 
 class Store(Blobs):
@@ -187,8 +187,7 @@ class Store(Blobs):
 
     def staging(self) -> StagingArea:
         """Creates and returns a working directory for this process in the store, which exists until it is
-        closed. Raises StoreError if the store cannot be written.
-        """
+        closed; creates the store if it is missing. Raises StoreError if the store cannot be written."""
         with self.writing():
             layout.remove_links(str(self.root))
             for name in ("ac", "cas", "tmp", "locks", "logs"):
@@ -217,8 +216,8 @@ class Store(Blobs):
             part.replace(marker)
 
     def try_lock(self, key: str) -> HeldLock | None:
-        """Acquires the lock that the builder of a step's key holds, and returns it; returns None while
-        another process holds it. Raises StoreError if the lock file cannot be created."""
+        """Acquires the lock that the builder of a step's key holds, and returns it; returns None while it is
+        held, by another process or this one. Raises StoreError if the lock file cannot be created."""
         with self.writing():
             return try_lock(self.root / "locks" / key)
 

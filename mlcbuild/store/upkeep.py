@@ -192,15 +192,17 @@ def status(store: Store) -> Status:
 
 
 def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None = None) -> Collected:
-    """Removes old and damaged records, then every blob that no step record names, and old logs. Returns how
-    many records and blobs it removed.
+    """Removes old and damaged records, then every blob that no step record names, abandoned downloads, old
+    logs, and old copies of records of remote caches. Returns how many records and blobs it removed, 0 for a
+    store that does not exist.
 
-    Records not used for `unused_days` go first, then the least recently used ones until the blobs of the rest
-    fit into `max_bytes`; None: no such limit. Logs go if they are older than `unused_days`.
-    It is safe while builds run: then, whatever the limits, records used within KEPT_RECORDS stay
-    (a run marks its records when it plans and repeatedly until it ends), and so do blobs without a record
-    that are younger than KEPT_BLOBS (their record may be about to be written). Planning and publishing wait
-    for gc, and gc waits for them. Raises StoreError if the store cannot be read or written.
+    Records not used for `unused_days` go. Of the rest, from the most recently used on, a record goes if its
+    blobs together with those of the records kept before it exceed `max_bytes`. None: no such limit. Logs and
+    copies go if they are older than `unused_days`. It is safe while builds run: then, whatever the limits,
+    records used within KEPT_RECORDS stay (a run marks its records when it plans and repeatedly until it
+    ends), and so do blobs without a record that are younger than KEPT_BLOBS (their record may be about to be
+    written). Planning and publishing wait for gc, and gc waits for them. Raises StoreError if the store
+    cannot be read or written.
     """
     if not store.root.exists():
         return Collected(0, 0, 0)
@@ -214,10 +216,11 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
 def _collect(
     store: Store, unused_days: float | None, max_bytes: int | None, young: tuple[float, float] | None
 ) -> Collected:
-    """Removes damaged step records and those that were not used for `unused_days`, then the least recently
-    used ones until the blobs of the rest take at most `max_bytes`, then every blob that no record names,
-    partial downloads, and logs older than `unused_days`. None: no limit. Returns the numbers of records and
-    blobs.
+    """Removes damaged step records, those that were not used for `unused_days`, and, from the most recently
+    used on, each whose blobs together with those of the records kept before it exceed `max_bytes`. Then
+    removes every blob that no record names, partial downloads, and logs and copies of remote caches' records
+    older than `unused_days`. None: no limit. Returns the numbers of removed records and blobs, and the blobs'
+    bytes.
 
     young: (time, time) in seconds since 1970: records used, and blobs created, after these times stay in any
     case; None: no such limit.
