@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -143,3 +144,32 @@ def test_work_in_a_nice_thread() -> None:
 
         assert in_nice_thread(min(before + 3, 19), niceness) == min(before + 3, 19)
         assert niceness() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
+def test_a_nicer_process_keeps_its_niceness() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    high = min(niceness() + 6, 19)
+    assert in_nice_thread(high, lambda: in_nice_thread(high - 3, niceness)) == high
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
+def test_a_refused_niceness_is_an_error_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: int) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    errors = list[PermissionError]()
+
+    def call() -> None:
+        try:
+            in_nice_thread(20, lambda: 7)  # 20: above the niceness of every process
+        except PermissionError as error:
+            errors.append(error)
+
+    monkeypatch.setattr("os.setpriority", refuse)
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(10)
+    assert [error.errno for error in errors] == [errno.EACCES], "the caller waits or has no error"

@@ -122,14 +122,18 @@ class FairLock:
 
 
 def in_nice_thread(niceness: int, work: Callable[[], T]) -> T:
-    """Calls `work` in a new thread, on Linux with the given niceness, so that others get the cores first,
-    waits, and returns its result. Exceptions of `work` are raised here."""
+    """Calls `work` in a new thread, on Linux with at least the given niceness, so that others get the cores
+    first, waits, and returns its result. Exceptions of `work` are raised here, and OSError if the system
+    refuses the niceness."""
     result = Future[T]()
 
     def run() -> None:
-        if sys.platform == "linux":  # On other systems this would change the whole process.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         try:
+            if sys.platform == "linux":  # On other systems this would change the whole process.
+                thread = threading.get_native_id()
+                # A process under `nice` has a higher one, and lowering it needs a privilege.
+                if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
+                    os.setpriority(os.PRIO_PROCESS, thread, niceness)
             result.set_result(work())
         except BaseException as error:
             result.set_exception(error)
