@@ -180,13 +180,15 @@ class Response(JsonDocument):
 
     @property
     def output_text(self) -> str:
-        """Returns the text of all messages in the response, joined; "" if it has none."""
-        match self:
-            case {"output": list(items)}:
-                contents = (item.get("content") for item in items if isinstance(item, dict))
-                parts = (part for content in contents if isinstance(content, list) for part in content)
-                return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-        return ""
+        """Returns the text of all messages in the response, without its reasoning; "" if it has none."""
+        contents = _values(self.get("output"), "message", "content")
+        return "".join(str(text) for parts in contents for text in _values(parts, "output_text", "text"))
+
+
+def _values(items: Json, kind: str, name: str) -> list[Json]:
+    """Returns the field `name` of those JSON objects in a list whose `type` is `kind`; [] for no list."""
+    listed = items if isinstance(items, list) else []
+    return [item[name] for item in listed if isinstance(item, dict) and item["type"] == kind]
 
 
 class _Responses:

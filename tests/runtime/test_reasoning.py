@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlcbuild_format.bundle import Serving
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json
+from mlcbuild_runtime import local
 from mlcbuild_runtime.openai import api, responses_request
 from mlcbuild_runtime.openai.call_forms import Form
 from mlcbuild_runtime.openai.call_syntax import Reader
@@ -286,6 +287,7 @@ def test_responses(ai: openai.OpenAI, thinker: Server) -> None:
     assert thought.type == "reasoning" and thought.content is not None
     assert [part.text for part in thought.content] == ["Two and two."]
     assert (message.type, answer.output_text) == ("message", "Four.")
+    assert local.Response(answer.to_dict()).output_text == "Four.", "the Python API differs from the client"
     assert answer.reasoning is not None and answer.reasoning.effort == "low"
     assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 0
     with ai.responses.stream(**asks) as stream:
