@@ -47,6 +47,7 @@ def running(room: int = 100) -> Any:
 
 
 HI: list[Json] = [{"role": "user", "content": "hi"}]
+TOOLS: list[Json] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
 def test_a_chat_is_the_rendered_template() -> None:
@@ -95,6 +96,10 @@ def test_too_many_scores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             {"min_tokens": 2, "response_format": {"type": "json_object"}},
             "min_tokens cannot be combined with a response format",
         ),
+        (
+            {"min_tokens": 2, "tools": TOOLS, "tool_choice": "auto"},
+            r"or tools, .*: leave min_tokens out, or send no format and no tools \(or tool_choice 'none'\)",
+        ),
     ],
 )
 def test_what_a_request_cannot_have(body: dict[str, Json], message: str) -> None:
@@ -104,8 +109,10 @@ def test_what_a_request_cannot_have(body: dict[str, Json], message: str) -> None
 
 def test_an_answer_with_a_least_length_has_ends_to_avoid() -> None:
     body: dict[str, Json] = {"messages": HI, "min_tokens": 2, "stop_token_ids": [9, SIZE + 5]}
-    (request,) = service.chat(running(), body).requests
-    assert request.sampling.ends == tuple(sorted({*TOKENIZER.eos, 9}))
+    variants: list[dict[str, Json]] = [{}, {"tools": TOOLS, "tool_choice": "none"}]
+    for more in variants:
+        (request,) = service.chat(running(), body | more).requests
+        assert request.sampling.ends == tuple(sorted({*TOKENIZER.eos, 9}))
 
 
 def test_formats_are_compiled_and_predictions_cut() -> None:

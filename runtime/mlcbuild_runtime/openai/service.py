@@ -272,7 +272,8 @@ def _with_ends(running: Engine, options: api.GenerationOptions) -> Sampling:
         return options.sampling
     if options.constraint is not None:
         raise RequestError(
-            "min_tokens cannot be combined with a response format or a required tool call: send one of them",
+            "min_tokens cannot be combined with a response format or tools, whose grammar may end the answer"
+            " earlier: leave min_tokens out, or send no format and no tools (or tool_choice 'none')",
             param="min_tokens",
         )
     ends = {*running.tokenizer.eos, *options.stop_tokens}
