@@ -109,6 +109,9 @@ def test_what_lenience_drops() -> None:
     body: dict[str, Json] = {"messages": HI, "odd": 1, "suffix": "x", "best_of": 1, "modalities": None}
     kept, dropped = without_unknown(body, api.CHAT)
     assert (sorted(kept), dropped) == (["best_of", "messages", "modalities"], ["odd", "suffix"])
+    kept, dropped = without_unknown({"messages": HI, "best_of": True}, api.CHAT)
+    assert (sorted(kept), dropped) == (["messages"], ["best_of"]), "true is no number"
+    api.chat_call(kept, Serving())
 
 
 @pytest.fixture(scope="module")

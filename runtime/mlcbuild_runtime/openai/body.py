@@ -256,9 +256,7 @@ def _check(key: str, value: Json, field: Field) -> None:
     schema = field.schema
     match schema:
         case {"enum": list(allowed)}:
-            if not any(
-                value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed
-            ):
+            if not is_among(value, allowed):
                 raise not_among(key, value, allowed, field.neutral)
         case {"type": "integer", "minimum": int(low), "maximum": int(high)}:
             if not is_integer(value) or not low <= value <= high:
@@ -268,6 +266,11 @@ def _check(key: str, value: Json, field: Field) -> None:
                 raise wrong(key, f"a number from {low:g} to {high:g}", value)
         case {"type": str(kind)} if kind in _KINDS and not isinstance(value, _KINDS[kind][0]):
             raise wrong(key, _KINDS[kind][1], value)
+
+
+def is_among(value: Json, allowed: Sequence[Json]) -> bool:
+    """Returns True if a JSON value equals one of the allowed ones. True and False are no numbers here."""
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed)
 
 
 _KINDS: Mapping[str, tuple[type, str]] = {

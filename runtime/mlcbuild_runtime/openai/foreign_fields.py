@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, printable
 
-from mlcbuild_runtime.openai.body import RequestBody, Table, not_among, parse_json, wrong
+from mlcbuild_runtime.openai.body import RequestBody, Table, is_among, not_among, parse_json, wrong
 
 RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
@@ -71,7 +71,7 @@ def translated(body: Mapping[str, Json]) -> dict[str, Json]:
     answer."""
     fields: dict[str, Json] = {key: value for key, value in body.items() if value is not None}
     for key, allowed in NEUTRAL.items():
-        if key in fields and _is_among(fields[key], allowed):
+        if key in fields and is_among(fields[key], allowed):
             del fields[key]
     for key, name in RENAMED.items():
         if key in fields:
@@ -80,7 +80,7 @@ def translated(body: Mapping[str, Json]) -> dict[str, Json]:
                 raise RequestError(f"{key} and {name} mean the same: send one of them", param=key)
             fields[name] = value
     for key, number in UNSET.items():
-        if _is_among(fields.get(key), (number,)):
+        if is_among(fields.get(key), (number,)):
             del fields[key]
             if key == "top_k":
                 fields[key] = 0  # 0 means all tokens, whatever the bundle's default is
@@ -100,10 +100,6 @@ def checked(fields: Mapping[str, Json], table: Table) -> RequestBody:
         if key in fields and key not in table:
             raise not_among(key, fields[key], allowed, neutral=True)
     return RequestBody(fields, table)
-
-
-def _is_among(value: Json, allowed: tuple[Json, ...]) -> bool:
-    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed)
 
 
 def _with_format(fields: dict[str, Json]) -> dict[str, Json]:
@@ -170,7 +166,8 @@ def without_unknown(body: Mapping[str, Json], table: Table) -> tuple[dict[str, J
     for key, value in body.items():
         field = table.get(key)
         allowed = field.schema.get("enum") if field is not None and field.neutral else None
-        if field is None or (isinstance(allowed, list) and value is not None and value not in allowed):
+        is_accepted = value is None or not isinstance(allowed, list) or is_among(value, allowed)
+        if field is None or not is_accepted:
             dropped.append(key)
         else:
             supported[key] = value
