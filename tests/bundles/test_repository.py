@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
+from mlcbuild_format import bundle as form
 
 from mlcbuild.bundles.provenance import STATEMENT
-from mlcbuild.bundles.publish import repository
+from mlcbuild.bundles.publish import repository, transfer_bundle, uploads
 from mlcbuild.bundles.publish.repository import fetch, push
 from mlcbuild.checkpoints import hub
 from mlcbuild.checkpoints.hub import HubFile, HubSource
 from mlcbuild.checkpoints.hub_failures import AbsentError
-from mlcbuild.errors import RemoteError
+from mlcbuild.errors import PublishError, RemoteError, SourceError
 from tests.bundles.bundle_files import contents_of, write_bundle
 
 ADDRESS = "hf://team/tiny@v1"
@@ -158,3 +159,24 @@ def test_a_repository_that_is_no_bundle_is_refused(memory: MemoryHub, tmp_path: 
     with pytest.raises(RemoteError, match=r"'bundle\.json' as a file and as a directory"):
         fetch(ADDRESS, tmp_path)
     assert memory.reached == []
+
+
+def test_a_failure_of_the_hub_does_not_stop_the_others(
+    memory: MemoryHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "hf://team/closed@main: the hub refuses access (HTTP 403); set HF_TOKEN to a token"
+
+    def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
+        if source.repo == "team/closed":
+            raise SourceError(message)
+        return memory.list_files(source)
+
+    monkeypatch.setattr(hub, "list_files", list_files)
+    manifest, _ = write_bundle(tmp_path / "bundle")
+    monkeypatch.setattr(form, "check", lambda path, full: manifest)  # It has no real library.
+    sent = uploads.publish_bundle(tmp_path / "bundle", ["hf://team/closed", ADDRESS])
+    assert [each.status for each in sent] == ["failed", "published"]
+    assert sent[0].note == message and sent[1].address == f"hf://team/tiny@{memory.commit_id}"
+    with pytest.raises(PublishError) as caught:
+        transfer_bundle.pull("hf://team/closed", tmp_path / "out")
+    assert str(caught.value) == message and not (tmp_path / "out").exists()

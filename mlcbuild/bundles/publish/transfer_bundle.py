@@ -14,7 +14,7 @@ from mlcbuild_format import bundle as form
 from mlcbuild_format.bundle import Manifest
 
 from mlcbuild.bundles.provenance import ENVELOPE, STATEMENT
-from mlcbuild.errors import PublishError, RemoteError
+from mlcbuild.errors import PublishError, RemoteError, SourceError
 from mlcbuild.remotes.kinds import destination
 from mlcbuild.remotes.transport import border, quoted
 
@@ -40,8 +40,7 @@ def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> Publishe
     model hub, and returns its immutable address and the number of bytes sent.
 
     uploaded: files that registries have (see Uploaded), which is updated and can be passed to the next call.
-    Raises PublishError if the transfer fails, or SourceError for a failure of a model hub, and BundleError
-    for a damaged bundle.
+    Raises PublishError if the transfer fails, and BundleError for a damaged bundle.
     """
     manifest = form.check(bundle, full=True)
     try:
@@ -52,6 +51,8 @@ def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> Publishe
             return PublishedBundle(*sent)
     except RemoteError as error:
         raise PublishError(f"{to}: {error}") from None
+    except SourceError as error:  # Its message names the address.
+        raise PublishError(str(error)) from None
 
 
 def pull(source: str, directory: Path) -> tuple[str, Manifest]:
@@ -59,8 +60,8 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
     bundle, which is replaced.
 
     Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises PublishError
-    if the directory holds something else, the transfer fails or the bundle is damaged, and SourceError for a
-    failure of a model hub; the directory is then as before.
+    if the directory holds something else, the transfer fails or the bundle is damaged; the directory is then
+    as before.
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
@@ -73,6 +74,8 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
             _show(part, directory)
     except RemoteError as error:
         raise PublishError(f"{source}: {error}") from None
+    except SourceError as error:  # Its message names the address.
+        raise PublishError(str(error)) from None
     return exact, manifest
 
 
