@@ -162,8 +162,8 @@ those that describe the batch.
 
 Each step replaces `tokens` by the tokens that it samples; step i reads row i of `random_numbers` and writes
 row i of `sampled_tokens`. A step sets `continues` to True if the loop executes another one: no sequence with
-`stops_at_eos` has sampled one of `eos_tokens`, no logits were NaN, no limit in `state` is reached, and no
-thread has set `interrupt`.
+`stops_at_eos` has sampled one of `eos_tokens`, no token is INVALID_TOKEN, no limit in `state` is reached, and
+no thread has set `interrupt`.
 """
 
 CREATE_CACHE = Function("create_paged_kv_cache", (Argument("num_pages", "int64"),))

@@ -23,11 +23,12 @@ from mlcbuild_runtime.executor.sampling_params import SKIP, Floats, SamplingRow
 from mlcbuild.bundles import reference
 from mlcbuild.compiler.compile_request import CompileRequest
 from mlcbuild.compiler.gpu import program_library
+from mlcbuild.compiler.gpu.kernels import logits as logit_kernels
 from mlcbuild.compiler.gpu.support import unsupported
 from mlcbuild.errors import CompileError
 from mlcbuild.models import Dense
 from mlcbuild.targets import presets
-from tests import gpu_harness
+from tests import gpu_harness, gpu_kernels
 from tests.libharness import EVERY, golden, pack, unpacked
 from tests.opencl_program import through_opencl
 from tests.schemes import GPU_SCHEMES as SCHEMES
@@ -167,6 +168,18 @@ def test_masks_leave_the_tokens_that_they_allow(model: GpuExecutor) -> None:
         abi.INVALID_TOKEN,
         abi.NO_TOKEN,
     ]
+
+
+def test_rows_that_are_not_numbers_have_no_token() -> None:
+    """Checks the kernels that choose each row's most likely token, with rows of two parts."""
+    rows = np.zeros((6, 5000), np.float32)
+    rows[1] = -np.inf
+    rows[:, 4500] = [3, -np.inf, np.inf, np.nan, -np.nan, 3]
+    arrays = {"logits": rows.view(np.int32), "best": np.zeros((6, 4), np.int32)}
+    best = gpu_kernels.on_adapter(logit_kernels.best_of_parts, (5000,), {"q": 6}, arrays)["best"]
+    row_arrays = {"best": best, "sampled": np.zeros(6, np.int32)}
+    sampled = gpu_kernels.on_adapter(logit_kernels.best_of_row, (5000,), {"q": 6}, row_arrays)["sampled"]
+    assert sampled.tolist() == [4500, *[abi.INVALID_TOKEN] * 4, 4500]
 
 
 def test_forks_copy_the_beginnings_of_pages(model: GpuExecutor) -> None:

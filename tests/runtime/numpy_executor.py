@@ -130,7 +130,7 @@ def draw(logits: Floats, params: abi.SamplingParams) -> int:
     order top_k, min_p, top_p."""
     if params.inverse_temperature < 0:
         return abi.NO_TOKEN
-    if np.isnan(logits).any() or logits.max() == -np.inf:
+    if not np.isfinite(logits.max()):
         return abi.INVALID_TOKEN
     best = int(logits.argmax())
     if params.inverse_temperature == 0:

@@ -142,10 +142,13 @@ def test_tokens_are_drawn_as_the_runtime_draws_them(index: int) -> None:
 
 
 def test_logits_that_are_not_numbers_give_no_token() -> None:
-    bits = np.array([np.nan, 1] + [0] * 128, np.float32).view(np.int32).tolist()
     asked = {"params": options(Sampling()), "randoms": [0.5]}
-    assert call("top", {**asked, "words": bits}) == [abi.INVALID_TOKEN]
-    assert call("draws", {**asked, "bits": bits}) == [abi.INVALID_TOKEN]
+    for largest, total in ((np.nan, 1), (np.inf, 1), (-np.inf, 1), (3, np.nan)):
+        bits = np.array([largest, total] + [-np.inf] * 128, np.float32).view(np.int32).tolist()
+        assert call("top", {**asked, "words": bits}) == [abi.INVALID_TOKEN]
+    for logits in ([np.nan, 1], [1, np.inf], [-np.inf] * 2):
+        bits = np.array(logits, np.float32).view(np.int32).tolist()
+        assert call("draws", {**asked, "bits": bits}) == [abi.INVALID_TOKEN]
 
 
 def test_penalties_and_log_probabilities_equal_the_runtimes() -> None:

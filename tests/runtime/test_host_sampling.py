@@ -68,7 +68,8 @@ def test_rows_without_a_token() -> None:
     logits = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
     assert draw(logits, GREEDY) == 1, "the first of equal ones"
     assert draw(logits, abi.SKIP) == abi.NO_TOKEN
-    for invalid in (np.full(4, -inf, np.float32), np.array([0, np.nan, 1, 2], np.float32)):
+    rows = [[-inf] * 4, [0, np.nan, 1, 2], [0, inf, 1, 2]]
+    for invalid in np.array(rows, np.float32):
         assert draw(invalid, GREEDY) == draw(invalid, PLAIN) == abi.INVALID_TOKEN
 
 
@@ -108,7 +109,7 @@ def test_the_largest_logits_decide_or_say_that_they_cannot(spread: float) -> Non
 
 
 def test_the_largest_logits_of_invalid_rows() -> None:
-    for best in (np.nan, -inf):
+    for best, total in ((np.nan, 1), (-inf, 1), (inf, 1), (3, np.nan)):
         top = np.zeros(2 + 2 * TOP, np.int32)
-        top[:1] = np.array([best], np.float32).view(np.int32)
+        top[:2] = np.array([best, total], np.float32).view(np.int32)
         assert draw_from_top(top, PLAIN) == abi.INVALID_TOKEN

@@ -17,14 +17,14 @@ export function samplingParams({ temperature, topP, topK, minP }) {
 /** Returns whether top_k, min_p or top_p excludes tokens. */
 export const filters = (params) => params.drop > -Infinity || params.topP < 1 || params.topK > 0;
 
-/** Returns the index of the largest logit, the first of several; -1 where a logit is NaN or all are -Infinity. */
+/** Returns the index of the largest logit, the first of several; -1 if a logit is NaN or the largest is infinite. */
 export function argmax(logits) {
   let best = 0;
   for (let index = 0; index < logits.length; index++) {
     if (Number.isNaN(logits[index])) return -1;
     if (logits[index] > logits[best]) best = index;
   }
-  return logits[best] === -Infinity ? -1 : best;
+  return Number.isFinite(logits[best]) ? best : -1;
 }
 
 /** Returns the token that is drawn from a row of logits, or -1 for logits that are not numbers. */
@@ -64,7 +64,8 @@ const largest = (values, place) => values.slice().sort()[values.length - place];
 export function drawFromTop(words, params, random) {
   const floats = new Float32Array(words.buffer, words.byteOffset, words.length);
   const [most, total] = floats;
-  if (Number.isNaN(most) || most === -Infinity) return -1;
+  // A NaN may have the smallest key of the kernel, but the sum is NaN then.
+  if (!Number.isFinite(most) || !Number.isFinite(total)) return -1;
   const pairs = [];
   for (let index = 2; index < words.length; index += 2) pairs.push([words[index + 1], floats[index] - most]);
   pairs.sort((left, right) => left[0] - right[0]);

@@ -27,12 +27,12 @@ def apply_masks(logits: Floats, masks: Masks) -> None:
 def draw(logits: Floats, row: SamplingRow) -> int:
     """Returns a token sampled in float64 from one row of logits, float32 [vocabulary]. row: its sampling
     parameters, whose filters apply in the order top_k, min_p, top_p. Returns NO_TOKEN (-2) if they ask for no
-    token, INVALID_TOKEN (-1) if a logit is NaN or all are minus infinity."""
+    token, INVALID_TOKEN (-1) if a logit is NaN or the largest one is infinite."""
     params = abi.SamplingParams(*row)
     if params.inverse_temperature < 0:
         return abi.NO_TOKEN
     best = int(logits.argmax())
-    if np.isnan(logits[best]) or logits[best] == -inf:
+    if not np.isfinite(logits[best]):
         return abi.INVALID_TOKEN
     if params.inverse_temperature == 0:
         return best
@@ -59,7 +59,7 @@ def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float 
 
 def draw_from_top(top: NDArray[np.int32], row: SamplingRow) -> int | None:
     """Returns the token that sampling from a whole row of logits would return, or None if the row's 64
-    largest logits do not determine it; INVALID_TOKEN (-1) if the largest is NaN or minus infinity.
+    largest logits do not determine it; INVALID_TOKEN (-1) if a logit is NaN or the largest one is infinite.
 
     row: sampling parameters with a temperature above 0. top: int32 words that hold the bits of the largest
     logit and of the sum of exp(logit - largest), then of each of the 64 largest logits its bits and its
@@ -67,7 +67,8 @@ def draw_from_top(top: NDArray[np.int32], row: SamplingRow) -> int | None:
     """
     params = abi.SamplingParams(*row)
     largest, total = top[:2].view(np.float32)
-    if np.isnan(largest) or largest == -inf:
+    # A NaN may have the smallest key of the kernel, but the sum is NaN then.
+    if not (np.isfinite(largest) and np.isfinite(total)):
         return abi.INVALID_TOKEN
     order = np.argsort(top[3::2])
     tokens, values = top[3::2][order], top[2::2][order].view(np.float32)

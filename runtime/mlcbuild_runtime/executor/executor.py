@@ -23,7 +23,7 @@ class StepOutput(NamedTuple):
 
     tokens: list[int]
     """The token sampled from each row of logits that the step computed, in order; -2 for a row from which no
-    token was to be sampled, -1 for a row whose largest logit is NaN."""
+    token was to be sampled, -1 for a row in which a logit is NaN or the largest one is infinite."""
     logits: Callable[[], Floats]
     """Function that returns the masked logits, float32 [rows, vocabulary]. It must be called before the
     executor's next step; a device copies logits to the host only for this call. Later steps do not change the
@@ -89,8 +89,9 @@ class Executor(Protocol):
         executed step, with the token of each sequence. following: random numbers and end-of-sequence tokens
         for the steps that follow.
 
-        At least one step is executed. There may be fewer than requested: when a sequence ends, when logits
-        are NaN (the token is then -1), after a call of the method `interrupt`, or if the device prefers so.
+        At least one step is executed. There may be fewer than requested: when a sequence ends, when a logit
+        is NaN or the largest one infinite (the token is then -1), after a call of the method `interrupt`, or
+        if the device prefers so.
         """
 
     def guided_steps(
@@ -107,9 +108,9 @@ class Executor(Protocol):
         "hidden_states"."""
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
-        """Returns one token sampled from each row of logits, float32 [rows, any size], or -1 if the row's
-        largest logit is NaN; the array may be modified. A row's token depends only on the row, its parameters
-        and its mask."""
+        """Returns one token sampled from each row of logits, float32 [rows, any size], or -1 for a row in
+        which a logit is NaN or the largest one is infinite; the array may be modified. A row's token depends
+        only on the row, its parameters and its mask."""
 
     def interrupt(self) -> None:
         """Makes a running loop of decode steps (the method `steps`) return after its current step. Until the

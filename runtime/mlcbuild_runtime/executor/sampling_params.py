@@ -166,8 +166,8 @@ def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: 
 
 
 def checked(token: int) -> int:
-    """Returns a sampled token unchanged. Raises EngineError if it is negative, which marks logits that are
-    NaN."""
+    """Returns a sampled token unchanged. Raises EngineError if it is negative, which marks a row in which a
+    logit is NaN or the largest one is infinite."""
     if token < 0:
         raise EngineError("the model's logits are not numbers")
     return token

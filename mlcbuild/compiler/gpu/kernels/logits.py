@@ -34,7 +34,7 @@ CHOOSERS = 256
 PART = 4096
 """Number of consecutive logits of a row that one workgroup searches for the largest."""
 CANDIDATES = 64
-_NAN = 0x7F800000
+_INFINITY = 0x7F800000
 """The bits of float32 infinity, as an integer. Logits are compared by integer keys that have the same order;
 only keys of NaN (with sign bit 0) are greater than this number."""
 _SMALLEST = -(1 << 31) + 1
@@ -120,7 +120,7 @@ def best_of_parts(name: str, vocab: int) -> KernelBuilder:
                 token = bind(part * PART + index * CHOOSERS + tx)
                 with when(token < vocab):
                     bits = bind(logits[row, token])
-                    is_nan = T.bitwise_and(bits, T.int32(0x7FFFFFFF)) > _NAN
+                    is_nan = T.bitwise_and(bits, T.int32(0x7FFFFFFF)) > _INFINITY
                     chosen.consider(bind(T.Select(is_nan, T.int32(0x7FFFFFFF), key(bits))), token)
             chosen.reduce(tx)
             with when(tx == 0):
@@ -131,7 +131,7 @@ def best_of_parts(name: str, vocab: int) -> KernelBuilder:
 
 def best_of_row(name: str, vocab: int) -> KernelBuilder:
     """Returns the kernel that writes the token of each row's largest logit to `sampled` int32 [rows], or
-    abi.INVALID_TOKEN (-1) if that logit is NaN or minus infinity. For each part of 4096 logits it reads (key,
+    abi.INVALID_TOKEN (-1) if that logit is NaN or infinite. For each part of 4096 logits it reads (key,
     token) of the largest from `best` int32 [rows, parts * 2]; keys are int32, ordered like the logits.
     """
     parts = -(-vocab // PART)
@@ -150,7 +150,7 @@ def best_of_row(name: str, vocab: int) -> KernelBuilder:
             with when(tx == 0):
                 largest = bind(chosen.keys[0])
                 # The key of minus infinity: the bits 0xFF800000 xor 0x7FFFFFFF.
-                invalid = T.Or(largest > _NAN, largest <= -_NAN - 1)
+                invalid = T.Or(largest >= _INFINITY, largest <= -_INFINITY - 1)
                 put(sampled, T.Select(invalid, abi.INVALID_TOKEN, chosen.tokens[0]), row)
     return k
 
