@@ -134,8 +134,8 @@ def _is_alpha(value: object) -> bool:
 
 
 MOST_STARS = 3
-"""Maximum number of stars (*) in one regular expression for module names. Each star after the first makes
-matching about 7 times as slow."""
+"""Maximum number of stars (*) in one regular expression for module names; one with more is refused. Each star
+after the first makes matching about 7 times as slow."""
 
 
 def _pattern_problems(name: str, patterns: object, fits: Any) -> list[str]:

@@ -92,8 +92,9 @@ TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def kind_of(path: Path) -> CheckpointKind:
-    """Returns the kind of a checkpoint: GGUF for a path that ends in .gguf, PYTORCH for a directory with
-    PyTorch files and no safetensors files, and SAFETENSORS for everything else, also for a missing directory.
+    """Returns the kind of a checkpoint: GGUF for a path that ends in .gguf, for a directory what
+    `kind_of_files` returns for the names in it (PYTORCH if it has PyTorch's weights and no safetensors ones),
+    and SAFETENSORS for everything else, also for a missing directory.
     """
     if path.suffix == ".gguf":
         return GGUF

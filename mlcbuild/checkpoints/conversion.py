@@ -65,8 +65,8 @@ of the time of a decoding step."""
 
 
 def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action of a build step: converts inputs["checkpoint"] to the step's quantization scheme, as
-    quant.choice reads it, and writes weights files to `out`.
+    """Action of a build step: converts inputs["checkpoint"] to the step's quantization scheme
+    (params["scheme"], or a budget step's choice), and writes weights files to `out`.
 
     inputs["config"] is the directory of the normalised config.json. Uses the cores that MLCBUILD_CORES
     grants, else all. Raises CheckpointError with all problems, UsageError for overrides that do not fit the

@@ -120,7 +120,8 @@ def dequantize(raw: Bytes, kind: BlockType, out: Floats) -> None:
 
 def unpack(raw: Bytes, kind: BlockType) -> BlockRows:
     """Unpacks whole rows, uint8 [rows, bytes of a row], of a quantized GGUF type, and returns a BlockRows:
-    integer codes [rows, columns] and, for groups of columns, float32 scales and the type's minima, if any.
+    integer codes [rows, columns], for blocks of columns float32 scales and the type's minima, if any, and for
+    groups of columns the integers by which types ending in _K and IQ4_XS multiply these.
 
     Raises ValueError for a type of plain numbers.
     """

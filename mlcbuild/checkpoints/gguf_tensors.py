@@ -162,8 +162,9 @@ def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
 
 def read_tensors(path: Path) -> dict[str, PackedTensor | ComputedTensor]:
     """Returns transformers' tensor name -> tensor, for every tensor of a GGUF file that holds weights. A
-    tensor without a known translation has the name that it has in the file. Each expert has tensors of its
-    own, since parameters join the rows of one expert's matrices.
+    tensor without a known translation has the name that it has in the file. Each matrix of an expert is a
+    tensor of its own, since parameters join the rows of one expert's matrices; biases have a row for each
+    expert.
 
     Raises CheckpointError for a damaged file, an unsupported architecture, and a tensor whose shape does not
     fit the number of heads or of experts.
