@@ -152,7 +152,7 @@ async def measure(
 
     runs: pairs of a load and a workload (the number and lengths of requests). timeout: seconds for one
     request. warmup: number of requests before each load that are not measured. on_load: called before each
-    load is measured.
+    load is measured, after its warm-up.
     """
     style, results = await prepare(server, style, timeout), []
     for load, workload in runs:

@@ -75,8 +75,8 @@ def logits(
     cache. dtype: NumPy type of all arithmetic; context_window: in tokens, which selects LongRoPE's
     frequencies, None for the model's maximum; on_layer: called after each layer.
 
-    Raises ValueError for no tokens and for token ids outside the vocabulary, CheckpointError for weights that
-    are missing or misshapen.
+    Raises ValueError for no tokens and for token ids outside the vocabulary, IndexError for a position beyond
+    a model's table of learned positions, CheckpointError for weights that are missing or misshapen.
     """
     model = Reference(config, weights, dtype, context_window)
     return head(model, hidden(model, tokens, on_layer=on_layer)[0])
@@ -92,8 +92,8 @@ def hidden(
     extended by these tokens). past: attention state after the earlier tokens; on_layer: called after each
     layer.
 
-    Raises ValueError for no tokens and for token ids outside the vocabulary, CheckpointError for weights that
-    are missing or misshapen.
+    Raises ValueError for no tokens and for token ids outside the vocabulary, IndexError for a position beyond
+    a model's table of learned positions, CheckpointError for weights that are missing or misshapen.
     """
     x, states = embedded(reference, tokens, past.length), []
     for index in range(len(reference.config.layers)):
@@ -143,7 +143,8 @@ def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tup
 
 
 def normalized(reference: Reference, x: Array) -> Array:
-    """Returns the residual stream [n, hidden] of the last layer, normalized by the model's final norm."""
+    """Returns the residual stream [n, hidden] of the last layer, normalized by the model's final norm. Raises
+    CheckpointError if the norm's weights are missing or misshapen."""
     last: Array = blocks.norm(reference.config.norm, x, _Checked.of(reference), "norm")
     return last
 
@@ -205,7 +206,8 @@ class _Checked:
 
     def of_layer(self, index: int, name: str, expert: int | None = None) -> Array:
         """Returns the values of a parameter of the layer `index`, or those of the expert with the number
-        `expert`, in the number type of the computation. name: the parameter's name within the layer.
+        `expert`, in the number type of the computation. name: the parameter's name within the layer. Raises
+        CheckpointError if the parameter is missing or misshapen.
         """
         values = self.raw(f"layers.{index}.{name}")
         return np.asarray(values if expert is None else values[expert], self.reference.dtype)
