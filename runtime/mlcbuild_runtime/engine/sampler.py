@@ -31,8 +31,9 @@ be sampled; the caller may modify the array."""
 
 class Backoff:
     """Decides, for an answer with a constraint, whether the next token is sampled first and then checked
-    against the grammar (cheap), or sampled under a logit mask. Exponential back-off: the more often samples
-    violate the grammar, the more often a mask is computed."""
+    against the grammar (cheap), or sampled under a logit mask. Exponential back-off: after each violation the
+    next 1, 3, 7, ... or at most 64 tokens are sampled under a mask, and each sample that fits halves this
+    number."""
 
     LONGEST = 64
 
@@ -128,7 +129,8 @@ class Sampler:
         """Returns the token at index `position` of the answer, which the constraint allows, if there is one;
         the caller must then pass it to the method `add`. drawn: the token that the device sampled, or
         NO_TOKEN (-2) for none; logits: function that returns the row of logits, for sampling on the host.
-        Raises ServingError for logits that are not numbers, or a constraint that is too costly to follow."""
+        Raises ServingError for invalid logits (a NaN or an infinite maximum), or a constraint that is too
+        costly to follow."""
         if self.mask is not None and drawn != NO_TOKEN:
             self.mask = None
             return checked(drawn)
@@ -138,8 +140,8 @@ class Sampler:
 
     def propose(self, logits: Floats, position: int, draft: list[int]) -> int:
         """Returns the token that follows a draft, sampled from a draft model's logits. position: index in the
-        answer at which the draft begins. Raises ServingError for logits that are not numbers, or a constraint
-        that is too costly to follow."""
+        answer at which the draft begins. Raises ServingError for invalid logits (a NaN or an infinite
+        maximum), or a constraint that is too costly to follow."""
         matcher = None if self._matcher is None else self._matcher.after(draft)
         return self._choose(logits.copy, NO_TOKEN, matcher, (position, draft), copy(self._backoff))
 
@@ -188,7 +190,8 @@ class Sampler:
         constraint before. drawn: the token that the device sampled, or NO_TOKEN (-2) if it sampled none;
         matcher: follows the constraint, None without one; after: (index in the answer at which the draft
         begins, the draft's tokens); backoff: decides whether a token is sampled without a logit mask first.
-        Raises ServingError for logits that are not numbers, or a constraint that is too costly to follow."""
+        Raises ServingError for invalid logits (a NaN or an infinite maximum), or a constraint that is too
+        costly to follow."""
         counts, (position, draft) = self._counts, after
         if self._sampling.adjusts:
             counts = counts + Counter(draft) if draft else counts
@@ -202,7 +205,7 @@ class Sampler:
     def _free(self, logits: ReadLogits, drawn: int, position: int) -> int:
         """Returns the token at index `position` of the answer without regard to the constraint: `drawn`, if
         the device sampled one, else a token that is sampled from the row of logits here. Raises EngineError
-        for logits that are not numbers."""
+        for invalid logits (a NaN or an infinite maximum)."""
         if drawn != NO_TOKEN:
             return checked(drawn)
         return self._draw(logits(), self._numbers.at(position))
@@ -217,7 +220,8 @@ class Sampler:
     ) -> int:
         """Returns an allowed token: the unconstrained sample if one is tried first and the grammar allows it,
         else one sampled under the logit mask with another random number (rejection sampling). Raises
-        ServingError for logits that are not numbers, or a constraint that is too costly to follow."""
+        ServingError for invalid logits (a NaN or an infinite maximum), or a constraint that is too costly to
+        follow."""
         if self._tries(backoff, position) and matcher.free:
             token = self._free(logits, drawn, position)
             backoff.settle(position, fits := matcher.tries(token))

@@ -27,7 +27,8 @@ class Schedule:
 
     def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:
         """Creates a schedule without requests. pages: the pages of the KV cache; page_size: number of tokens
-        in a page; window: the longest attention window of the model in tokens, None if it is unlimited."""
+        in a page; max_batch: maximum number of running requests; window: the longest attention window of the
+        model in tokens, None if it is unlimited."""
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
         self.pages, self.preemptions, self.cached_tokens = pages, 0, 0
@@ -136,8 +137,8 @@ class Schedule:
             branch.pages = branch_pages
 
     def prune(self, sequence: Sequence) -> None:
-        """Frees the KV cache pages of a sequence's draft tree except those of its accepted path; no keys or
-        values are copied."""
+        """Ends a sequence's draft tree (the draft and its branches): frees its KV cache pages except those of
+        the accepted path, which become the sequence's; no keys or values are copied."""
         draft = sequence.draft
         if not draft.branches:
             return

@@ -48,7 +48,7 @@ class SequenceRows(NamedTuple):
 
     def token(self, row: int) -> int:
         """Returns the token that the device sampled from row `row` of the sequence's rows, counted from 0; -2
-        if none was to be sampled, -1 if the row's logits are not numbers."""
+        if none was to be sampled, -1 if a logit is NaN or the largest one is infinite."""
         return self.result.tokens[self.start + row]
 
     def logits(self) -> Floats:
@@ -144,7 +144,7 @@ class Sequence:
     def steps_ahead(self) -> int:
         """Returns the maximum number of decode steps that may be executed for this sequence before a token
         must be delivered to its client; 0 if it needs steps of its own, as for a draft, a penalty or
-        log-probabilities."""
+        log-probabilities, at most 4 with stop strings or stop tokens."""
         request = self.request
         ready = self.length + 1 == len(self.tokens) and not self.draft.tokens
         if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:

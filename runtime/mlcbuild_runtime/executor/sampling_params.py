@@ -108,7 +108,7 @@ class Logprob:
 
 Score = tuple[Logprob, tuple[Logprob, ...]]
 """The log-probabilities at one position of an answer: those of the sampled token and of the most likely
-tokens."""
+tokens, among which it may be."""
 
 
 def generator(sampling: Sampling) -> np.random.Generator:
@@ -141,12 +141,11 @@ class RandomNumbers:
 
 def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: Mapping[int, int]) -> Floats:
     """Returns a row of logits after penalties and biases, as a copy if they change; the logits of tokens that
-    end the answer are minus infinity before it has `min_tokens` tokens. prompt: the prompt's tokens; answer:
-    token -> number of times that it is in the answer.
+    end the answer are minus infinity before it has `min_tokens` tokens. prompt: the prompt's tokens, which
+    count only for the repetition penalty; answer: token -> number of times that it is in the answer.
 
     The penalties are those of OpenAI's API; repetition_penalty is from Keskar et al., 2019
-    (arXiv:1909.05858).
-    """
+    (arXiv:1909.05858)."""
     if not sampling.adjusts:
         return logits
     logits = logits.copy()
@@ -174,8 +173,9 @@ def checked(token: int) -> int:
 
 
 def logprobs(logits: Floats, token: int, count: int) -> Score:
-    """Returns (log-probability of `token`, those of the `count` most likely tokens) for a row of logits. They
-    are natural logarithms, before temperature and filters, as in OpenAI's API."""
+    """Returns (log-probability of `token`, those of the `count` most likely tokens, among which it may be,
+    the likeliest first) for a row of logits. They are natural logarithms, before temperature and filters, as
+    in OpenAI's API."""
     most = logits.max()
     log_sum = float(most) + log(np.exp(logits - most).sum(dtype=np.float64))
     chosen, *others = (Logprob(i, float(logits[i]) - log_sum) for i in (token, *_likely(logits, count)))

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from mlcbuild_runtime.openai.body import parse_body
 
 BODY_SECONDS = 60.0
-"""Maximum seconds for receiving the body of a request."""
+"""Maximum seconds for receiving the body of a request, which is then refused (408)."""
 SMALL = 32 << 10
 """Maximum bytes of a body that is parsed in the event loop, which takes 10 ms at worst. Larger bodies are
 parsed on a thread, one at a time: 8 MiB may take a second and 150 MB of memory."""
@@ -25,10 +25,11 @@ values take up to 0.6 MB of memory besides their texts. Bodies with more values 
 """
 TURN_SECONDS = 30.0
 """Maximum seconds that a request body with more than FEW_VALUES JSON values waits for other such bodies,
-which are processed one at a time: compiling their constraints may take long."""
+which are processed one at a time: compiling their constraints may take long. The request is then refused
+(503)."""
 MAX_LARGE = 64 << 20
 """Maximum bytes of all request bodies together that are held in memory, not counting the first SMALL (32 KiB)
-of each body."""
+of each body. A request whose body exceeds it is refused (503)."""
 
 
 def _trim() -> None:

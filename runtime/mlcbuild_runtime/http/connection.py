@@ -25,8 +25,8 @@ from mlcbuild_runtime.openai.chat_documents import error_document
 
 HEAD_SECONDS, IDLE_SECONDS = 20.0, 75.0
 """HEAD_SECONDS is the maximum number of seconds for receiving a whole request head, counted from its first
-byte or the connection's start; IDLE_SECONDS is the maximum between two requests.
-"""
+byte or the connection's start; IDLE_SECONDS is the maximum between two requests. The connection is then
+closed, with an error (408) if a part of a head has arrived."""
 WRITE_SECONDS = 120.0
 """Maximum seconds for which the server waits while a client reads nothing of its answer; then the connection
 is closed."""

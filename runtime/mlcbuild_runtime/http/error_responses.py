@@ -32,7 +32,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 def _paths(routes: Sequence[BaseRoute]) -> str:
     """Returns a clause for an error message that names the paths which the server has. Paths of Ollama's API
-    are named by their common prefix, /api."""
+    are named by their common prefix, /api; paths with parameters, and OpenAI's without /v1, are left out."""
     paths = [route.path for route in routes if isinstance(route, Route) and "{" not in route.path]
     openai = [path for path in paths if path.startswith("/v1/")]
     same = {path.removeprefix("/v1") for path in openai}

@@ -136,7 +136,8 @@ class RequestHandling:
         return AsyncAnswers(engine, limited, lambda sink: self._metrics.watched(name, line.watched(sink)))
 
     def _limited(self, engine: Engine, request: EngineRequest) -> EngineRequest:
-        """Returns a request for the engine with the server's limits of tokens and time applied."""
+        """Returns a request for the engine with the server's limits of tokens (except for an embedding) and
+        time applied."""
         most, room = self._access.max_tokens, engine.manifest.limits.context_window - len(request.prompt)
         if most is not None and request.pooling is None and room > 0:
             count = room if request.max_tokens is None else request.max_tokens

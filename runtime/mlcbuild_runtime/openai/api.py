@@ -164,9 +164,8 @@ class GenerationOptions:
     stop_tokens: tuple[int, ...]
     max_tokens: int | None
     logprobs: int | None
-    """Number of alternative tokens whose log-probabilities are reported for each token; None: no
-    log-probabilities are reported.
-    """
+    """Number of most likely tokens at each position whose log-probabilities are reported besides that of the
+    answer's token, which may be among them; 0: only that one; None: none at all."""
     constraint: Constraint | None
     n: int
     ignore_eos: bool

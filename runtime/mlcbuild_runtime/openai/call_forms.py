@@ -64,9 +64,9 @@ class Form:
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary | None = None) -> Form:
-        """Returns the syntax of tool calls that a chat template implies: the first one whose texts the
-        template has, or plain JSON objects if it has none of them, or does not mention tools. vocabulary:
-        provides the special tokens; None for none."""
+        """Returns the syntax of tool calls that a chat template implies: that of the first row of SYNTAXES
+        whose texts the template all has, or plain JSON objects if there is none, or the template does not
+        mention tools. vocabulary: provides the special tokens; None for none."""
         if "tools" not in template:
             return cls(native=False)
         for syntax in SYNTAXES:
@@ -287,9 +287,8 @@ SYNTAXES = (
         ('"parameters"',), Form(key="parameters", first="<|python_tag|>", optional=True), ("<|python_tag|>",)
     ),
 )
-"""The syntaxes of tool calls. The first row whose texts are all in a chat template is the
-template's syntax.
-"""
+"""The syntaxes of tool calls. A chat template that mentions tools has the syntax of the first row whose texts
+it all contains. In any other case calls are plain JSON objects."""
 
 
 def special_tokens(vocabulary: Vocabulary | None, *names: str) -> dict[str, int]:
