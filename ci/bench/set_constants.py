@@ -53,8 +53,8 @@ def _assign(name: str, present: object, new: object) -> None:
 @contextmanager
 def replaced(module_name: str, name: str, value: object) -> Iterator[None]:
     """Returns a context in which a constant has another value: in its module `module_name` and in every
-    loaded module that has imported it by name. The old value returns at the end. Raises KeyError if the
-    module has no such constant.
+    loaded module of mlcbuild that has imported it by name. The old value returns at the end. Raises KeyError
+    if the module has no such constant.
     """
     present = vars(import_module(module_name))[name]
     places = [

@@ -43,7 +43,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class Loss:
-    """The figures of one engine with one weights format: means over all positions of the text."""
+    """The figures of one engine with one weights format over all positions of the text: the mean KL
+    divergence in nats, the share of equal first choices, and the perplexity."""
 
     name: str
     size: int

@@ -58,7 +58,8 @@ class Samples:
     several, by CPU time of all threads: CPU seconds for "first token", else tokens per CPU second.
     """
     threads: set[int] = field(default_factory=set)
-    """Numbers of threads of the engine's process that worked in a measurement."""
+    """The different numbers of threads of the engine's process that worked, each in at least one
+    measurement."""
     resident: float = 0.0
     """Resident memory of a measured engine's process in MB, read after all other measurements."""
 

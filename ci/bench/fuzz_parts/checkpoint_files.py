@@ -166,7 +166,8 @@ class TorchFiles(Timed):
 class Quantized(Timed):
     """A fuzzing target: creates checkpoints with quantized matrices in one safetensors file, with mutations
     in the file's header and in the quantization_config, and checks that each is converted or refused with a
-    suitable message.
+    suitable message. A case is the index of an unchanged checkpoint and the size of the quantization_config
+    in bytes, each with a line break, then the quantization_config and the header.
     """
 
     NUMBERS = (0, 1, 2, 3, 4, 8, 16, 31, 32, 63, 64, 65, 128, 1 << 31, 1 << 60)

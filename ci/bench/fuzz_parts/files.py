@@ -74,7 +74,7 @@ class Files:
 class Recipes(Files):
     """A fuzzing target: creates mutated recipe files, and checks that the commands validate and plan accept
     each or refuse it with a suitable message, which for validate names a place, and that plan refuses none
-    that validate accepts, except for a missing lock.
+    that validate accepts, except for a missing lock. A case is the file.
     """
 
     WORDS = (
@@ -184,7 +184,8 @@ class Records(Files):
 
 class Stores(Records):
     """A fuzzing target: creates mutated records of step results, as a remote may return them, puts them into
-    a local store, and checks that commands which read the store do not crash."""
+    a local store, and checks that commands which read the store do not crash. A case is as for Records: cache
+    key, line break, record."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)
@@ -283,7 +284,8 @@ class Manifests(Files):
 class Archives(Files):
     """A fuzzing target: creates mutated archives as `mlcbuild cache export` writes them, and checks that
     importing one into an empty store works or is refused with a suitable message, that nothing is written
-    outside of the store, and that the store is then intact and hardly larger than the archive.
+    outside of the store, and that the store is then intact and at most 1 MiB larger than the archive. A case
+    is the archive.
     """
 
     def __init__(self, place: Path) -> None:

@@ -125,7 +125,8 @@ class Configs(Timed):
 
 class Programs(Timed):
     """A fuzzing target: creates mutated program.json files, which describe a bundle's GPU program, and checks
-    that each is refused with a suitable message or is safe to run: every launch stays within its buffers.
+    that each is refused with a suitable message or is safe to run: every launch stays within its buffers. A
+    case is the file.
     """
 
     PAGES = 32
@@ -210,7 +211,7 @@ class GgufSeed:
 class Ggufs(Timed):
     """A fuzzing target: creates mutated models in one GGUF file, from the header to weights and tokenizer,
     and checks that each is read or refused with a suitable message. The unchanged files are a dense model,
-    and some with experts and latent attention, which have no tokenizer.
+    and some with experts and latent attention, which have no tokenizer. A case is the file.
     """
 
     def __init__(self, place: Path) -> None:
