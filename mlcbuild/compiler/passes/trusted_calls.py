@@ -26,9 +26,9 @@ other codes compare dimensions.
 
 def trusted_calls(mod: IRModule) -> IRModule:
     """Removes redundant checks of arguments from all Relax functions of a module, then the shape heap (the
-    array in which TVM stores dimensions) where nothing reads from it, and tuples and their fields that
-    nothing uses; returns `mod`, changed in place. A check that also stores a dimension stays where the heap
-    is needed. It runs after VMShapeLower and before AttachGlobalSymbol."""
+    array in which TVM stores dimensions) where nothing needs it, and tuples and their fields that nothing
+    uses; returns `mod`, changed in place. A check that also stores a dimension stays where the heap is
+    needed. It runs after VMShapeLower and before AttachGlobalSymbol."""
     for name, function in mod.functions.items():
         if isinstance(function, Function):
             mod.update_func(name, _lean(function))

@@ -241,11 +241,11 @@ def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) 
 
 
 def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: bool = False) -> GlobalVar:
-    """Adds the private Relax function of all layers and returns it. layers: the function of each layer. It
-    maps embeddings float32 [n, hidden], the batch's tensors, `forks` (copies of pages), all weights and
-    `prompt` (not 0 for prompts) to the residual stream [n, hidden]. selects_rows: True if it has a last
-    argument `rows`, int32 [q], that limits the result to the rows with these indices, [q, hidden]; it then
-    calls a new function in place of the last of `layers`."""
+    """Adds the private Relax function of all layers and returns it. It maps embeddings float32 [n, hidden],
+    the batch's tensors, `forks` (copies of pages), all weights and `prompt` (not 0 for prompts) to the
+    residual stream [n, hidden]. selects_rows: True if it has a last argument `rows`, int32 [q], that limits
+    the result to the rows with these indices, [q, hidden]. layers: the function of each layer; with
+    `selects_rows`, a new one takes the place of the last."""
     builder, config, ops = decoder.builder, decoder.config, decoder.ops
     n = size("n")
     embeddings = variable("embeddings", (n, config.hidden_size), "float32")

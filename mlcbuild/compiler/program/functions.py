@@ -113,8 +113,8 @@ def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variabl
     """Emits all layers and the output matrix, and returns the logits float32 [q, vocab] of the rows whose
     indices are in the argument `logit_positions`, int32 [q].
 
-    trunk: the private function of all layers. x: embeddings [n, hidden]. prompt: True if the kernels for
-    prompt tokens are used.
+    trunk: the private function of all layers. x: embeddings [n, hidden]. arguments: those of the exported
+    function, name -> variable. prompt: True if the kernels for prompt tokens are used.
     """
     ops, rows = decoder.ops, arguments["logit_positions"]
     weights = unpacked(decoder, arguments["params"], _head_params(decoder))

@@ -29,7 +29,7 @@ in which its format lists them."""
 Variables = Mapping[str, relax.Var]
 """Name of an argument of a library function, as abi.py lists it -> its Relax variable, in the same order."""
 NO_WINDOW = 1 << 30
-"""Window size in tokens that means no window: the layer attends to every token."""
+"""Window size in tokens that means no window: each token attends to itself and all tokens before it."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,8 @@ class Layer:
     """Parameter name without the prefix `layers.N.` -> the tensors that store the parameter."""
     angles: Tensor | None
     """Cosines and sines of the layer's rotary embedding at the positions of the n tokens, float32 [n,
-    columns]: the cosines of dim / 2 angles, then their sines, then the scale of queries if there is one. None
-    if the layer has no rotary embedding.
-    """
+    columns]: the cosines of dim / 2 angles, then their sines, both times the attention factor, then the scale
+    of queries if there is one. None if the layer has no rotary embedding."""
     batch: Batch
     index: relax.Var
     """The layer's index in the KV cache, which holds all layers, an int64."""
@@ -176,7 +175,8 @@ class Ops(Protocol):
     def attention(self, rows: ResidualRows, layer: Layer, selected: Tensor | None = None) -> ResidualRows:
         """Emits the attention of a layer, which adds its result in place to the residual stream, rows.x
         float32 [n, hidden], and writes new keys and values to the KV cache. Returns the rows that the
-        feed-forward reads: all n rows, or those that `selected` lists.
+        feed-forward reads: all n rows, or copies of those that `selected` lists, to which the result is then
+        added. In a layer whose feed-forward reads the old x, the result is kept in a scratch tensor.
 
         selected: int32 [q], the indices of the only rows to return, or None for all rows; backends whose
         property `selects_rows` is False accept only None.
@@ -184,9 +184,9 @@ class Ops(Protocol):
         ...
 
     def feed_forward(self, rows: ResidualRows, layer: Layer) -> Tensor:
-        """Emits the feed-forward of a layer, adds its result in place to the residual stream, rows.x float32
-        [n, hidden], and returns that tensor.
-        """
+        """Emits the feed-forward of a layer, adds its result, and that of attention if it is kept in a
+        scratch tensor, in place to the residual stream, rows.x float32 [n, hidden], and returns that
+        tensor."""
         ...
 
     def last_norm(self, x: Tensor, weights: Weights) -> Tensor: ...
