@@ -92,8 +92,8 @@ Published models have up to 23,040 (Kimi K2); listing the tensors of 786,432 tak
 
 def faults(config: ModelConfig) -> list[str]:
     """Returns an error message for each reason why a model with this config cannot be computed; [] if there
-    is none. Equal layers are reported once, as the first of them. A model without layers, or with a size of
-    0, gets only the message about that."""
+    is none. Equal layers are reported once, as the first of them. A model without layers, or with a
+    vocab_size, hidden_size or max_position below 1, gets only the message about that."""
     if not config.layers or min(config.vocab_size, config.hidden_size, config.max_position) < 1:
         return ["a model needs layers; vocab_size, hidden_size and max_position must be at least 1"]
     sentences = [fault for rope in config.ropes for fault in rope_faults(rope)]

@@ -54,7 +54,8 @@ def read_experts(
 def grouped_router(fields: Fields, normalized: bool) -> Router:
     """Reads config.json and returns a router that scores experts by sigmoids plus a correction and chooses
     them within groups. normalized: value of norm_topk_prob, which divides the experts' weights by their sum,
-    if the field is absent."""
+    if the field is absent. n_group, topk_group and routed_scaling_factor are 1 if absent. A wrong field adds
+    an error message to `fields`."""
     return Router(
         "sigmoid",
         normalized=fields.flag("norm_topk_prob", normalized),
@@ -69,7 +70,7 @@ def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
     """Returns, for each of `count` layers, True if it has experts and False if its feed-forward is dense.
     Experts are in each layer whose number, counted from 1, is a multiple of decoder_sparse_step in
     config.json (1 if absent), except in those whose indices, counted from 0, mlp_only_layers lists. A wrong
-    list adds an error message to `fields`, the reader of config.json."""
+    list adds an error message to `fields`, the reader of config.json, and counts as empty."""
     step = fields.integer("decoder_sparse_step", 1, high=4096)
     listed = fields.get("mlp_only_layers")
     dense: list[int] = []
@@ -82,7 +83,8 @@ def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
 
 def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
     """Returns, for each of `count` layers, True if it has experts: all layers from the index
-    first_k_dense_replace in config.json on. default: the index if config.json lacks this field."""
+    first_k_dense_replace in config.json on. default: the index if config.json lacks this field. A wrong value
+    adds an error message to `fields`."""
     first = fields.integer("first_k_dense_replace", default, low=0, high=4096)
     return tuple(index >= first for index in range(count))
 

@@ -116,9 +116,10 @@ def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Seque
 
 
 def name_patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Returns patterns (globs joined by "|", at most 400 characters each) that together match all of `names`
-    and no other name in `every`, the names of all parameters. A parameter that occurs in each layer is
-    matched by one glob for all layers if `names` has it for all. Returns [""] if `names` is empty."""
+    """Returns patterns (globs joined by "|", without the suffix `.weight`, at most 400 characters each) that
+    together match all of `names` and no other name in `every`, the names of all parameters. A parameter that
+    occurs in each layer is matched by one glob for all layers if `names` has it for all. Returns [""] if
+    `names` is empty."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_LAYER.sub("layers.*.", name), []).append(name)

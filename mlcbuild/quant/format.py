@@ -92,8 +92,9 @@ class Format:
     pack_calibrated: Callable[[Array, NDArray[np.float32], str], Sequence[Array]] | None = None
     """Function of (rows of a matrix [N, K], the importance of each column, float32 [K], the parameter's name
     for error messages) that quantizes the rows and returns the arrays in which this format stores them, such
-    as codes and scales. The scales minimize squared errors times the importance of their columns. None: the
-    format's scales do not follow from squared errors."""
+    as codes and scales. The scales minimize squared errors times the importance of their columns. Raises
+    CheckpointError for weights that the format cannot hold. None: the format's scales do not follow from
+    squared errors."""
 
 
 @cache

@@ -21,10 +21,10 @@ CPUs."""
 
 
 def low_bits(bits: int) -> int:
-    """Returns the number of low bits of each code that are packed first; its other bits, if any, are packed
-    separately. bits: number of bits of a code, 3 to 8. In tiles of 16 rows (the layout x16), a byte holds the
-    low bits of several codes, and each other bit of the codes has bytes of its own. In the layout `row`, the
-    low bits of a whole row precede the other bits."""
+    """Returns the number of low bits of each code that are packed first: 4, but 2 for codes of 3 bits and 8
+    for codes of 8; its other bits, if any, are packed separately. bits: number of bits of a code, 3 to 8. In
+    tiles of 16 rows (the layout x16), a byte holds the low bits of several codes, and the other bits are in
+    bytes of their own. In the layout `row`, the low bits of a whole row precede the other bits."""
     return 8 if bits == 8 else 2 if bits == 3 else 4
 
 

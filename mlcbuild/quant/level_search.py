@@ -168,7 +168,8 @@ def _signed(blocks: Blocks, planes: Floats, shares: Floats | None) -> Floats:
 def _codes(blocks: Blocks, planes: Floats, scale: Floats, minimum: Floats | None) -> Floats:
     """Returns the codes of weights as whole numbers in float32 [weights of a group, groups]: (weight -
     minimum) / scale, rounded to nearest, ties to even, and clipped to the codes of the format `blocks`.
-    planes: the weights in the same shape; scale, minimum: float32 [groups]; minimum None: 0."""
+    planes: the weights in the same shape; scale, minimum: float32 [groups]; minimum None: 0. Codes are 0
+    where the scale's magnitude is at most 2**-100."""
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=np.abs(scale) > 2.0**-100)
     codes = planes * inverse if minimum is None else (planes - minimum) * inverse
     np.rint(codes, out=codes)
