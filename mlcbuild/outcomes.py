@@ -77,7 +77,8 @@ class VariantResult:
     tokens per second (speed_prefill, speed_decode_8 ...); empty if nothing was."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """The JSON document of the step that chose formats under a budget of size or loss, with the bits of each
-    matrix and the curve of KL divergence against bytes; {} if the variant has no budget."""
+    matrix and the curve of KL divergence against bytes; {} if the variant has no budget, or the step has no
+    result on this machine."""
 
     @property
     def name(self) -> str:
@@ -134,7 +135,8 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Returns True if every selected step has a result and every bundle was written to its directory."""
+        """Returns True if the run was not interrupted, every selected step has a result, and every bundle was
+        written to its directory."""
         return self.run.ok and not self.failures
 
     @property

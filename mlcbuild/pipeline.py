@@ -242,9 +242,9 @@ class _Assembly:
     def _budget(
         self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
     ) -> tuple[str, ...]:
-        """Returns the names of the steps that choose a format for each matrix, for a variant with a budget or
-        with `as-is` for a checkpoint that is not downloaded; the step with the choice is the last. Returns ()
-        for any other variant."""
+        """Adds the steps that choose a format for each matrix to the build graph, for a variant with a budget
+        or with `as-is` for a checkpoint that is not downloaded, and returns their names; the step with the
+        choice is the last. Returns () for any other variant."""
         if variant.scheme.choices:
             return (self._keep_apart(formats_step(variant, checkpoint, config)),)
         if variant.scheme.budget is None:

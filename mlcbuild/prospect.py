@@ -218,7 +218,8 @@ def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
 
 def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoint]) -> tuple[Variant, ...]:
     """Returns the variants, with each scheme `as-is`, which keeps a checkpoint's quantized values, replaced
-    by formats that hold them. A variant with `as-is` is left out if its model is not in `checkpoints`.
+    by formats that hold them or, for a checkpoint that is not downloaded, by all formats among which a later
+    step chooses. A variant with `as-is` is left out if its model is not in `checkpoints`.
 
     checkpoints: name of a model -> its checkpoint. Raises InputError if no formats hold a checkpoint's
     tensors, or if adapters would change them.
@@ -246,8 +247,8 @@ def _resolved(
     scheme: quant.Scheme, root: Path | None, config: ModelConfig | None, settings: str
 ) -> quant.Scheme | str:
     """Returns a copy of `scheme` with the formats of a quantized checkpoint in place of `as-is`, or an error
-    message. root: the checkpoint's path, None if it is not downloaded; settings: its quantization_config as
-    JSON."""
+    message. root: the checkpoint's path, None if it is not downloaded: all formats are then candidates;
+    settings: its quantization_config as JSON."""
     from mlcbuild.checkpoints.checkpoint_views import views_for  # loads NumPy
     from mlcbuild.checkpoints.gguf_names import names_in_file
     from mlcbuild.checkpoints.mapping import locate

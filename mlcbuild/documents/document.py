@@ -87,8 +87,7 @@ class Document:
     as it is written in the file.
     """
     problems: tuple[Problem, ...] = ()
-    """Problems that do not prevent reading the YAML file, such as a duplicate key (its first value is
-    kept)."""
+    """Problems of a YAML file that can be read, such as a duplicate key (its first value is kept)."""
 
     def place(self, where: Where) -> Place:
         """Returns the Place (file, line, column) of the value at the path `where`, keys and list indices in
@@ -166,7 +165,8 @@ def _too_large(file: str) -> Problem:
 
 def scalar(text: str) -> Scalar:
     """Returns the value of an unquoted YAML scalar, which is text unless all versions of YAML agree on
-    another type. An integer of more than 18 digits, or a number that is infinite as a float, is text too."""
+    another type. An integer of more than 18 digits, or a number that is infinite as a float, is text too; ""
+    and "~" are None."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):

@@ -14,10 +14,10 @@ from mlcbuild.models.config import ModelConfig, parameters
 from mlcbuild.models.parsing import parse
 
 SMALL = 1_000_000_000
-"""Number of parameters below which a model gets more than 4 bits per weight: of 8, 6 and 5, the most with
-which its weights fit into half of the memory that steps may use. The perplexity of SmolLM2-135M, 19.52 in
-float32, is 19.46 in q8a8_1, 19.86 in q6a8_2 (1.7 percent more), 19.95 in q5a8_2 (2.2) and 20.48 in q4a8_2
-(4.9, the first beyond 3) (`ci/bench/accuracy --smollm2`)."""
+"""Number of parameters below which a model gets more than 4 bits per weight: of 8, 6 and 5 (only 8 without
+int8 products), the most with which its weights fit into half of the memory that steps may use, or else 4. The
+perplexity of SmolLM2-135M, 19.52 in float32, is 19.46 in q8a8_1, 19.86 in q6a8_2 (1.7 percent more), 19.95 in
+q5a8_2 (2.2) and 20.48 in q4a8_2 (4.9, the first beyond 3) (`ci/bench/accuracy --smollm2`)."""
 _PART_OF_MEMORY = 0.5
 """Maximum fraction, for weights, of the memory that steps may use (nine tenths of the machine's); the rest is
 for the KV cache and for other programs.

@@ -70,8 +70,8 @@ class InstalledModel:
     """The origin of the bundle's quantization scheme: "default" if mlcbuild chose it; "" if the user named it
     or the bundle was downloaded."""
     files: Stats = field(default_factory=dict)
-    """File name -> (size in bytes, mtime in ns) of the local checkpoint from which the bundle was built;
-    empty if it came from an oci:// or hf:// address."""
+    """File name -> (size in bytes, mtime in ns) for each file of the local checkpoint from which the bundle
+    was built; empty if it came from an oci:// or hf:// address."""
 
     @property
     def name(self) -> str:
@@ -134,7 +134,8 @@ def read(root: Path) -> tuple[InstalledModel, ...]:
 
 
 def _read_all(directory: Path) -> Iterator[tuple[float, InstalledModel]]:
-    """Yields each installed model below `directory` with the time of its last use, in seconds since 1970."""
+    """Yields (time of its last use, in seconds since 1970, installed model) for each model below `directory`
+    whose description is not damaged."""
     for path in directory.glob(f"*/{_ENTRY}"):
         # A number such as 1e999 is infinite, and no integer: OverflowError.
         with suppress(
