@@ -32,7 +32,8 @@ from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.text.tokenizer import FILES, Tokenizer
 
 SECONDS = 120.0
-"""Maximum seconds for loading a bundle without its weights. The largest known tokenizers take two."""
+"""Maximum seconds for loading a bundle without its weights; one that takes longer is refused as damaged. The
+largest known tokenizers take two."""
 MEMORY = 4 << 30
 """Maximum bytes of address space of the child process that tries a bundle, on systems with such a limit. The
 largest known tokenizers use less than 1 GiB."""

@@ -152,7 +152,8 @@ class Schedule:
         draft.cached = min(draft.cached, common * self._page_size)
 
     def trim(self, sequence: Sequence) -> None:
-        """Frees the pages of a sequence that only rejected draft tokens needed."""
+        """Frees the KV cache pages of a sequence beyond those of its tokens, which only rejected draft tokens
+        needed."""
         needed = -(-len(sequence.tokens) // self._page_size)
         self.pages.release(sequence.pages[needed:])
         del sequence.pages[needed:]
@@ -229,7 +230,8 @@ class Schedule:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Frees the pages of a running request and makes it wait again."""
+        """Frees the pages of a running request and makes it wait again; the full ones stay in the prefix
+        cache until they are needed."""
         self.pages.keep(sequence.keys(self._page_size, sequence.length), sequence.pages)
         self.pages.release(sequence.pages)
         sequence.pages, sequence.length = [], 0

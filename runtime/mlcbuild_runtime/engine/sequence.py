@@ -238,9 +238,9 @@ class Sequence:
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _with_forced(self, events: list[Event]) -> list[Event]:
-        """Appends the tokens that follow to the answer without sampling, for as long as the constraint allows
-        only one token. Appends an event for the client of each such token to `events`, and returns `events`.
-        """
+        """Appends up to 15 (MAX_FORCED) tokens that follow to the answer without sampling, for as long as the
+        constraint allows only one token. Appends an event for the client of each such token to `events`, and
+        returns `events`."""
         if self.sampler.constrained and events and not events[-1].last:
             events += self._forced(len(events))
             if not events[-1].last:

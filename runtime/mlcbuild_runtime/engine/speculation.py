@@ -32,7 +32,7 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_BRANCHED = 4
-"""Maximum number of draft tokens on branches (alternatives to the draft) of one sequence.
+"""Maximum number of draft tokens on branches (alternatives to the draft) of one sequence in a step.
 `ci/bench/speculation --set mlcbuild_runtime.engine.speculation.MAX_BRANCHED=8` measures the speed with
 another maximum."""
 

@@ -183,7 +183,8 @@ def logprobs(logits: Floats, token: int, count: int) -> Score:
 
 
 def _likely(logits: Floats, count: int) -> list[int]:
-    """Returns the `count` tokens with the largest logits; among equal logits, lower tokens come first."""
+    """Returns the `count` tokens with the largest logits, the largest first; among equal logits, lower tokens
+    come first."""
     if count == 0:
         return []
     # At least `count` blocks have a logit of `bound` or more, so few other logits are sorted.

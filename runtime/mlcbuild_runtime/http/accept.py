@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 RETRY = 0.05
-"""Seconds between two attempts to accept a connection while the maximum number of connections is open."""
+"""Seconds between two attempts to accept a connection while the maximum number of connections is open, or the
+process has no file descriptor or memory left."""
 QUIET = 60.0
-"""Minimum seconds between two log lines which report that the maximum number of connections is open."""
+"""Minimum seconds between two log lines which report that there is no room for another connection."""
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 

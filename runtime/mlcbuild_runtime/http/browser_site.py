@@ -107,8 +107,8 @@ def _link(source: Path, target: Path) -> None:
 
 def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
     """Returns the web application that serves the files of a site, whole or in ranges; "/" is index.html, and
-    any other path has the status 404. paths: path on the site -> file. access: rules for access, of which
-    only those for hosts and origins apply."""
+    a path that is not among `paths` has the status 404. paths: path on the site -> file. access: rules for
+    access, of which only those for hosts and origins apply."""
 
     async def serve_file(request: Request) -> Response:
         path = request.path_params["path"] or INDEX

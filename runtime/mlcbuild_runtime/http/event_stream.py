@@ -52,8 +52,9 @@ class EventStream(StreamingResponse):
 
 
 async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterator[str]:
-    """Yields the answers of a completion as server-sent events, the last of which is "data: [DONE]". Events
-    of several answers that arrive together are yielded as one text."""
+    """Yields the answers of a completion as server-sent events, the last of which is "data: [DONE]", also
+    after an error, which is an event, too. Events of several answers that arrive together are yielded as one
+    text."""
     async for batch in answers.batches():
         documents = (
             document

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def json_line(fields: Mapping[str, object]) -> str:
-    """Returns a JSON object on one line, in which all control characters are escaped."""
+    """Returns a JSON object on one line without a line feed, in which all control characters are escaped."""
     # json.dumps escapes all control characters except DEL.
     return json.dumps(fields, separators=(",", ":")).replace("\x7f", "\\u007f")
 

@@ -17,9 +17,8 @@ _WORD = re.compile(r"[^{}\[\],:<]+")
 
 
 def write(value: Json, quote: str) -> str:
-    """Returns a JSON value as Gemma's models write it in a tool call: with unquoted keys, and with `quote` on
-    both sides of each string.
-    """
+    """Returns a JSON value as Gemma's models write it in a tool call: with unquoted keys, with `quote` on
+    both sides of each string, and without spaces and escapes."""
     match value:
         case dict():
             return "{" + ",".join(f"{key}:{write(item, quote)}" for key, item in value.items()) + "}"

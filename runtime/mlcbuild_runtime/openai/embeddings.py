@@ -65,8 +65,9 @@ class EmbeddingsJob:
 
     def vectors(self, events: Sequence[Event]) -> list[Json]:
         """Returns the embedding of each text in the form that the request states: a list of numbers, or
-        base64 of float32 values; if the request states a number of dimensions, it is cut to them and scaled
-        to the length 1. events: the engine's only event for each text, which holds its embedding."""
+        base64 of little-endian float32 values; if the request states a number of dimensions, it is cut to
+        them and scaled to the length 1. events: the engine's only event for each text, which holds its
+        embedding."""
         shown = []
         for event in events:
             assert event.vector is not None

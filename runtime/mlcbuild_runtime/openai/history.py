@@ -30,10 +30,11 @@ Item = dict[str, Json]
 class Kept:
     document: dict[str, Json]
     before: tuple[Item, ...]
-    """The items (messages, tool calls, tool results) of the earlier conversation which the request continues,
-    without those that the request itself added."""
+    """The items (messages, reasoning, tool calls, tool results) of the earlier conversation which the request
+    continues, without those that the request itself added."""
     items: tuple[Item, ...]
-    """The items (messages, tool calls, tool results) that the request itself added to the conversation."""
+    """The items (messages, reasoning, tool calls, tool results) that the request itself added to the
+    conversation."""
 
     @property
     def all(self) -> tuple[Item, ...]:

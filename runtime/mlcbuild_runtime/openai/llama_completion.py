@@ -118,7 +118,8 @@ def _timings(event: Event, size: int) -> Document:
 def template(running: Engine, body: Mapping[str, Json]) -> Document:
     """Returns the response to a request to llama.cpp's /apply-template, whose body is that of a chat:
     {"prompt": the rendered text with messages and tools}. Raises RequestError for an invalid field, messages
-    that the chat template refuses, or a prompt that is too long."""
+    that the chat template refuses, a prompt that is too long, or too many requests that wait (503);
+    SetupError if no child process can be started."""
     tokenizer = running.tokenizer
     form = Form.of(tokenizer.template.source, tokenizer.vocabulary)
     return {"prompt": rendered(running, api.chat_call(body, running.manifest.serving), form)}

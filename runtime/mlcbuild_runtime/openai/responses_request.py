@@ -23,8 +23,8 @@ from mlcbuild_runtime.openai.body import (
 from mlcbuild_runtime.openai.reasoning import EFFORTS
 
 Item = dict[str, Json]
-"""An item of a /v1/responses conversation as a JSON object: a message, a tool call or a tool's result, in the
-form that OpenAI's clients send and receive."""
+"""An item of a /v1/responses conversation as a JSON object: a message, reasoning, a tool call or a tool's
+result, in the form that OpenAI's clients send and receive."""
 
 _PART: Json = {
     "type": "object",
@@ -147,8 +147,8 @@ class ResponsesCall:
     completions request, and the fields that the response repeats."""
 
     items: tuple[Item, ...]
-    """The items (messages, tool calls, tool results) of the request's field `input`, without those of earlier
-    responses that the request continues."""
+    """The items (messages, reasoning, tool calls, tool results) of the request's field `input`, without those
+    of earlier responses that the request continues."""
     chat: Mapping[str, Json]
     """The fields, without the messages, of the chat completions request that means the same as this request
     to /v1/responses."""

@@ -58,7 +58,8 @@ class ResponseOutput:
 
     def events(self, event: Event) -> Iterator[Document]:
         """Yields the events of the stream of /v1/responses that one event of the engine (a token, or the end)
-        causes. After an error the last one is `response.failed`."""
+        causes. The last event of all is `response.completed`, `response.incomplete` or, after an error or a
+        cancellation, `response.failed`."""
         self._tokens = max(self._tokens, event.tokens)
         if event.text or event.last:
             pieces = [CallPiece("text", event.text)] if event.text else []
