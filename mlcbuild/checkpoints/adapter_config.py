@@ -78,8 +78,8 @@ def _matching(patterns: Mapping[str, T], module: str, default: T) -> T:
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
     """Reads adapter_config.json in an adapter's directory, and returns the settings that it states. Raises
-    CheckpointError if the file is missing, or has wrong or unsupported values, with all problems, one per
-    line.
+    CheckpointError if the file is missing or holds no JSON object, and for wrong or unsupported values, with
+    all of these problems, one per line.
     """
     path = directory / ADAPTER_CONFIG
     values = read_json(path)

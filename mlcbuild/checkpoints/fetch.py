@@ -175,8 +175,8 @@ def index_shards(data: bytes, index: str) -> frozenset[str]:
 def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
     """Returns the names of the files that steps read from a local directory: those that `needed_files`
     selects for a checkpoint, or `adapter_files` for an adapter. Raises SourceError if a file that steps need
-    is missing or not a regular file, the index of the weights is invalid or too large, or the directory
-    cannot be read.
+    is missing or not a regular file, the index of the weights is invalid or too large, the directory cannot
+    be read, or it holds an adapter where a checkpoint is needed.
     """
     try:
         names = [entry.name for entry in root.iterdir() if _is_regular(entry)]
