@@ -153,7 +153,8 @@ def budget(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) ->
     "max_size" (bytes) or "max_kl" (mean KL divergence in nats), and its `limit`, a number as text;
     `candidates` (schemes as JSON); `context_window` in tokens or null. inputs: `checkpoint`, and the
     directories that the steps `config`, `reference` and `sensitivity` wrote. Raises UsageError for a budget
-    that cannot be met, CheckpointError for a checkpoint that cannot be read.
+    that cannot be met, CheckpointError for a checkpoint that cannot be read or that a candidate scheme cannot
+    store.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs)

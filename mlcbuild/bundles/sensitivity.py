@@ -49,7 +49,7 @@ def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Pat
     and exact logits). A loss is the mean KL divergence from the exact model, in nats, of the model in which
     this matrix alone is quantized, over the first prompts (at most MOST_TOKENS tokens, but at least one
     prompt), to four significant digits; activations stay floating point. Raises CheckpointError for a
-    checkpoint that cannot be read.
+    checkpoint that cannot be read or that a candidate scheme cannot store.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs).within(MOST_TOKENS)
