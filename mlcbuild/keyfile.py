@@ -44,8 +44,10 @@ def is_public(text: str) -> bool:
 
 
 def is_right(public: str, signature: bytes, message: bytes) -> bool:
-    """Returns True if `signature` is a valid ed25519 signature of `message` by a key. public: the public key
-    as "ed25519:" and URL-safe base64, for which `is_public` must be true; another text raises ValueError."""
+    """Returns True if `signature` is a valid ed25519 signature of `message` by a key; False also for a
+    signature of another length. public: the public key as "ed25519:" and URL-safe base64. Callers check it
+    with `is_public` first: other spellings of a key may be accepted here, and text that does not decode to 32
+    bytes raises ValueError."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

@@ -73,8 +73,8 @@ class _Decoded(NamedTuple):
     steps: NDArray[np.int8] | None = None
     """The integer factor of each group's scale, [blocks, groups of a block]; None: all factors are 1."""
     minimum: Floats | None = None
-    """The minimum of each block as float32, [blocks, 1], which is added to its weights; None: nothing is
-    added."""
+    """The minimum of each block as float32, [blocks, 1]. It is added to each weight, times its group's factor
+    in types with `minimum_steps`; None: nothing is added."""
     minimum_steps: Bytes | None = None
     """The integer factor of each group's minimum, [blocks, groups of a block]; None: all factors are 1, or
     there is no minimum."""

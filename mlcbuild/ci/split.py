@@ -148,7 +148,9 @@ class _Dealt:
     """
 
     held: list[set[str]]
-    """For each shard, the names of the build steps that it would run if no store held any result."""
+    """For each shard, the names of its final steps and of all their dependencies: what it would run if
+    neither a store nor another shard had any result. A step that several shards need is in each of their
+    sets."""
     loads: list[int]
     """For each shard (one machine's share of a build), the sum of the durations of its steps in milliseconds.
     """

@@ -88,8 +88,9 @@ def typed(document: Document, name: Name) -> Document:
 
 
 def findings(document: Document, name: Name) -> Iterator[SchemaError]:
-    """Yields every violation of a JSON schema in a document. name: "recipe" or "target", the schema to
-    use."""
+    """Returns the violations of a JSON schema in a document whose variables are substituted and whose scalars
+    `typed` has converted: "${name}" in place of a number, and a number in place of text, are violations here.
+    A missing key may come more than once. name: "recipe" or "target", the schema to use."""
     _, validator = _checker(name)
     return (item for error in validator.iter_errors(document.data) for item in _sentences(error))
 

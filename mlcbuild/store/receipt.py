@@ -120,21 +120,28 @@ def check(arguments: Sequence[str]) -> str | None:
 
 def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, Sequence[int]]) -> None:
     """Writes a receipt, the list of everything that a finished run depended on, to the path `path`, and
-    removes all but the newest KEPT receipts in its directory. Errors are ignored, since a receipt only saves
-    time.
+    removes all but the newest KEPT receipts in its directory. If a text contains NUL or the file cannot be
+    written, nothing is written and nothing raised, since a receipt only saves time.
 
-    texts, numbers: name of a section -> its entries, of any number:
+    texts, numbers: name of a section -> its entries, of any number. Every section must be there. Of texts:
 
         said     the text printed before and after the seconds that the run took
-        watched  paths of files and directories; stats: inode, mtime and ctime (ns) of each, in one list
+        watched  paths of files and directories
         absent   paths that must not exist
-        records  keys of steps; shelves: names of the directories below ac/ with their records;
-                 shelf_stats: inode, mtime and ctime (ns) of each of these directories, or three zeros for
-                 one whose mtime is too recent to detect a later change
-        blobs    paths of stored files below cas/; copies: paths of other files with the store's mtime;
-                 blob_sizes, copy_sizes: their sizes in bytes
-        listed   for each directory whose mtime was too recent: path, count, names and inodes of its files
+        records  keys of steps
+        shelves  names of the directories below ac/ in which the records of these steps are
+        blobs    paths of stored files, relative to cas/
+        copies   paths of other files, which have the mtime that the store gives its files
+        listed   for each directory whose mtime was too recent: its path, the number of its files, and name
+                 and inode of each, by name; numbers in decimal
         log      the directory of run logs, and the JSON text of this run's log without its times
+
+    Of numbers:
+
+        stats        inode, mtime and ctime (ns) of each path in `watched`, in one list
+        shelf_stats  the same of each directory in `shelves`, or three zeros for one whose mtime is too recent
+                     to detect a later change
+        blob_sizes, copy_sizes  size in bytes of each file in `blobs` and `copies`
     """
     from array import array
 

@@ -43,8 +43,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Loss:
-    """The figures of one engine with one weights format over all positions of the text: the mean KL
-    divergence in nats, the share of equal first choices, and the perplexity."""
+    """How far one engine with one weights format is from the model's float32 reference, over the tokens of a
+    text. kl: mean over all positions of the KL divergence in nats, sum of p * log(p / q), with the
+    reference's probabilities p and the engine's q. perplexity: exp of the engine's mean -log(probability) of
+    the text's next token."""
 
     name: str
     size: int

@@ -1,6 +1,8 @@
-"""The loop of an engine's process: commands as lines of JSON on stdin, answers on stdout.
+"""The loop of a process that runs one of the inference engines that `ci/bench/cpu` compares. Each line of
+stdin is a command as a JSON object, whose `do` is "prefill", "decode" or "logits"; each is answered by a JSON
+object on a line of stdout. The loop ends with stdin.
 
-Runs in the environment of each engine, so it needs nothing but the standard library.
+Runs in each engine's Python environment, so it needs nothing but the standard library.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from typing import Any
 
 Config = dict[str, Any]
 FIXED = {"model_type", "dtype", "torch_dtype", "architectures", "text_config", "vision_config", "vocab_size"}
-"""Names of config.json fields that variations do not change, because they determine the kind of model, its
-vocabulary, or the type of its numbers.
-"""
+"""Names of config.json fields to which `of`, which yields copies of a config with one field changed, gives no
+other value: they determine the kind of model, its vocabulary, or the type of its numbers, or hold a nested
+config. The fields inside text_config are varied instead of it."""
 STRINGS = ("gelu", "relu", "silu", "default", "linear", "sigmoid", "softmax", "greedy", "other")
 UNSET = (True, 0.5, 2, 7)
 """Values that are tried, one after the other, for a config.json field that is null or absent."""

@@ -32,7 +32,7 @@ AHEAD = 4
 """Number of rows by which the reading of queries from qkv is prefetched: the rows of one head are too far
 apart for the hardware prefetcher."""
 PAGES = 4
-"""Number of KV cache pages in one step of attention."""
+"""Number of KV cache pages in each iteration of the loop over a sequence's pages."""
 TOKENS = PAGES * PAGE
 SLACK = 4.0
 """Largest base-2 exponent of an attention weight: the running maximum is raised only when a score exceeds it

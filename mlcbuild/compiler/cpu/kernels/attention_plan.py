@@ -72,9 +72,9 @@ class AttentionKernel:
 
     @property
     def fallback(self) -> str | None:
-        """Returns the reason, in words, why prompts are computed without AMX although the processor has it;
-        None if there is no such reason.
-        """
+        """Returns the reason, in words, why attention of prompts does not use AMX although the processor has
+        it and the scheme lets prompt rows be rounded to bfloat16. None if it uses AMX, or one of these
+        conditions is not met."""
         if not self.rounded or not self.isa.amx or self.has_prompt_variant:
             return None
         if self.heads.latent:

@@ -286,9 +286,10 @@ class _Line:
                 put(low, probe, 0)
 
     def gather(self, top: Value, low: Value) -> None:
-        """Emits code that writes (bits of the logit, token) of up to 64 logits of a row to `top`: first the
-        logits above the threshold `low`, then those equal to it. low: array of one int32, compared with the
-        keys of logits, integers that have the order of logits.
+        """Emits code that writes up to 64 logits of a row to the row of `top`, from column 2 on, each as
+        (bits of the logit, token): first those above the threshold `low`, then those equal to it, unordered,
+        until there are 64. low: array of one int32 that `find_threshold` has filled, so that fewer than 64
+        logits are above it; it is compared with the keys of logits, integers that have the order of logits.
         """
         thread_count, at = local(1, "int32"), local(1, "int32")
         start = T.int32(0)
