@@ -70,7 +70,8 @@ def shareable(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def stored(store: Store) -> Iterator[Record]:
-    """Yields every step record of a store whose result may be sent to other machines."""
+    """Yields every step record of a store whose files are there and whose result may be sent to other
+    machines, sorted by key."""
     records = (store.find(path.name) for path in sorted((store.root / "ac").glob("*/*")))
     return shareable(record for record in records if record is not None)
 

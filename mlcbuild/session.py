@@ -202,7 +202,7 @@ class Session:
         return matrices.jobs(products, self.pipeline, plan, matrix)
 
     def split(self, count: int, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> Split:
-        """Divides the selected steps (all if none is selected) into `count` shards, one for each machine.
+        """Divides the selected steps, or all if there are none, among `count` shards, each step to one.
         Returns each shard's steps, and a digest by which machines see that they divided alike. Raises
         UsageError for a count below 1 and for unknown names, InputError for a malformed file of durations."""
         from mlcbuild.ci import split as splits
@@ -328,8 +328,8 @@ class Session:
     def push(self, selection: Selection = EVERYTHING) -> Pushed:
         """Sends the store's results of the selected steps to the remote caches that are written to.
 
-        Raises UsageError for unknown names and if there is no such remote, RemoteError with every warning of
-        a remote, SourceError for an unreadable source, StoreError for the store.
+        Raises UsageError for unknown names, an unreadable key, or no such remote, RemoteError with every
+        warning of a remote, SourceError for an unreadable source, StoreError for the store.
         """
         from mlcbuild import replication
 
@@ -352,7 +352,7 @@ class Session:
 
     def verify_store(self) -> CheckedStore:
         """Checks all bytes of this store, downloads damaged and missing files, and returns what was damaged.
-        Raises UsageError when no remote cache is read, StoreError when the store cannot be read."""
+        Raises UsageError when no remote cache is read, StoreError if the store cannot be read or written."""
         from mlcbuild import replication
 
         return replication.verify(Store(self.store.root), self._remotes("read"))

@@ -112,9 +112,11 @@ class Packer:
 
     def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
         """Quantizes the rows of `block`, whole tiles of 16, and writes the codes into `q_weight`, uint8
-        [tiles, groups, 64 * bits], whose bytes are ordered [quad][row][weight of the quad], and the scales
-        into `q_scale` [tiles, groups, 16]. A quad is four consecutive weights. Raises CheckpointError for
-        infinite or NaN weights, and for float16 scales that overflow."""
+        [tiles, groups, 64 * bits], whose bytes are ordered [line][row][weight of a quad], and the scales into
+        `q_scale` [tiles, groups, 16]. A quad is four consecutive weights. With 8 bits, line j holds quad j;
+        with 4 or 5, line j of four holds the low four bits of quad j and, above them, of quad 4 + j, and a
+        fifth line the fifth bits, quad 0 lowest. Raises CheckpointError for infinite or NaN weights, and for
+        float16 scales that overflow."""
         tiles, groups, _ = q_scale.shape
         planes = self._planes(block, (tiles, TILE_ROWS, groups, QUADS), (3, 0, 2, 1))
         q = self._quantize(planes, q_scale.reshape(-1)).view(np.uint64)

@@ -229,7 +229,8 @@ def describe(scheme: Storage) -> dict[str, Json]:
 
 def to_json(scheme: Storage) -> dict[str, Json]:
     """Returns a scheme as a JSON object for the parameters of a build step: every field except the candidates
-    among which a step chooses, so that a change of any of them changes the step's key."""
+    among which a step chooses, so that a change of any of them changes the step's key. An override is
+    {"match": pattern, "scheme": object of the same form}."""
     return {
         "name": scheme.name,
         "format": scheme.format,

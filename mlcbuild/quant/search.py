@@ -54,12 +54,12 @@ def fit(
     float32 [groups], finite.
 
     The scale is that of least squared error, weighted by the weights' magnitudes, as far as one step of
-    Lloyd's method (1982) from three starting points gets there. With 4 bits: u = rint(w * (504 / extreme))
-    and v = |u| // 8; for steps of 63, 72 and 59 c = clip(floor(u / step + 1/2), -7, 8) and a = sum(v * u * c)
-    / sum(v * c * c); the first c with the largest a * sum(v * u * c) gives fit = extreme * (a / 504). Sums
-    are of whole numbers below 2**24, exact in any order. A group that was dequantized from 4 bits with its
-    extreme at -8 or 7 steps is reproduced exactly (scales in float16). With 5 bits it is the same with 240
-    for 504, |u| // 16, steps of 15 and 16, and codes -15 .. 16.
+    Lloyd's method (1982) from two or three starting points gets there. With 4 bits: u = rint(w * (504 /
+    extreme)) and v = |u| // 8; for steps of 63, 72 and 59 c = clip(floor(u / step + 1/2), -7, 8) and a =
+    sum(v * u * c) / sum(v * c * c); the first c with the largest a * sum(v * u * c) gives fit = extreme * (a
+    / 504). Sums are of whole numbers below 2**24, exact in any order. A group that was dequantized from 4
+    bits with its extreme at -8 or 7 steps is reproduced exactly (scales in float16). With 5 bits it is the
+    same with 240 for 504, |u| // 16, steps of 15 and 16, and codes -15 .. 16.
 
     In trained models, unlike random ones, large weights meet large activations. With all weights counting
     alike the squared error is 4 % lower, but the KL divergence of the tiny model in recipes/models is 0.0278

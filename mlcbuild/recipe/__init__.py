@@ -104,8 +104,8 @@ class Variant:
     """The machine for which the bundle is compiled; its `name` is the name that the recipe gives it."""
     limits: RequestedLimits
     verify: Verify | None
-    """Limits on the loss of accuracy that the bundle may have against its model; None if the recipe has no
-    `verify` section."""
+    """Limits on the loss of accuracy that the bundle may have against its model; None if neither the recipe
+    nor an `include` entry that applies has a `verify` section."""
     output: Path
     """Absolute path of the bundle's directory."""
     destinations: tuple[str, ...] = ()

@@ -79,8 +79,9 @@ def _report_further(reading: Reading, where: Where, kinds: Sequence[BudgetKind])
 
 def listed_name(reading: Reading, where: Where) -> str | None:
     """Returns the name of a quantization in a list: the item itself if it is text, or for a budget its kind
-    and value, such as max_size-800MB; of several budgets the first of target_bits, max_size and max_kl
-    counts. Returns None for an item without a valid name. where: path of the item in the recipe."""
+    and value without spaces, such as max_size-800MB or target_bits-4.5; of several budgets the first of
+    target_bits, max_size and max_kl counts. Returns None for an item without a valid name. where: path of the
+    item in the recipe."""
     text = reading.text(*where)
     if text is not None:
         return text

@@ -88,8 +88,9 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
 def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], done: Substitution) -> bool:
     """Returns True if all references to variables in a text can be replaced, which the caller then does.
-    Otherwise records problems and the text's path in `done`, the result so far. where: path of the text in
-    the recipe; variables: name -> variable."""
+    Otherwise records problems and the text's path in `done`, the result so far. The variables that the text
+    names, and the text itself, are recorded there in both cases. where: path of the text in the recipe;
+    variables: name -> variable."""
     names = [match[1] for match in _REFERENCE.finditer(text) if match[0] != "$${"]
     if not names:
         return True

@@ -212,10 +212,10 @@ def _header(header: bytes) -> tuple[str, int]:
 
 
 def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, size: int) -> None:
-    """Moves one blob from an archive into the store. It is hashed before it is written, because an archive of
-    a few kB may claim to hold 1 TB of zeros. file: the archive, positioned at the blob's first byte; digest,
-    size: those that the archive states. Raises RefusedError if they are wrong, and StoreError, made from an
-    OSError, if the disk is too full."""
+    """Copies one blob from an archive into the store. It is hashed before it is written, because an archive
+    of a few kB may claim to hold 1 TB of zeros. file: the archive, positioned at the blob's first byte;
+    digest, size: those that the archive states. Raises RefusedError if they are wrong, and StoreError, made
+    from an OSError, if the disk is too full."""
     start, file_size = file.tell(), os.fstat(file.fileno()).st_size
     if size > file_size - start:
         raise RefusedError(f"cas/{digest} says that it has {size} bytes: more than the archive")

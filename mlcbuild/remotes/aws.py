@@ -45,10 +45,10 @@ def fault(url: str) -> str:
 
 
 def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns obstore's name of an option, such as "access_key_id" -> value, for the options with which
-    obstore opens a bucket, except bucket and prefix. Those in the URL precede those of the environment, and
-    these the ones in the AWS files; the region is "us-east-1" if none of them states one. If
-    AWS_SKIP_SIGNATURE is 1 or true, skip_signature takes the place of credentials.
+    """Returns the options with which obstore opens a bucket, except bucket and prefix: name in obstore, such
+    as "access_key_id" -> value. Those in the URL precede those of the environment, and these the ones in the
+    AWS files; the region is "us-east-1" if none of them states one. If AWS_SKIP_SIGNATURE is 1 or true,
+    skip_signature takes the place of credentials.
 
     Raises RemoteError when there are no credentials otherwise and no variable from which obstore fetches
     some, or when a file cannot be read or parsed.

@@ -21,7 +21,7 @@ from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.store import Store
 
 _MAX_DAMAGED = 3
-"""Number of damaged objects after which a remote cache is no longer used in this run."""
+"""Number of damaged objects after which a remote cache is no longer read in this run."""
 
 
 class SpoiltError(Exception):
@@ -68,7 +68,8 @@ class Link:
     def record(self, key: str) -> Record | None:
         """Downloads and checks the step record of a key; returns None if the remote cache has no valid one,
         or is not read in this run. A refused record, and a request that fails, add a warning; after the
-        latter the remote is not used again in this run, after three objects with wrong contents not read."""
+        latter the remote is not used again in this run, and after three objects with wrong contents it is not
+        read."""
         name = f"ac/{key}"
         if self.unread:
             return None
@@ -84,9 +85,10 @@ class Link:
     def blob(self, entry: Entry, part: Path, stop: threading.Event, on_bytes: Callable[[int], None]) -> bool:
         """Downloads a blob of the remote cache into the file `part`, verifies it and returns True. Returns
         False if the remote does not have it or is not read in this run, and, with a warning, if the bytes are
-        wrong or the download fails; after a failure the remote is not used again in this run, after three
-        objects with wrong contents not read. stop: event that cancels the download; on_bytes: called with the
-        number of new bytes. Raises CancelledError if `stop` is set, OSError if the file cannot be written."""
+        wrong or the download fails; after a failure the remote is not used again in this run, and after three
+        objects with wrong contents it is not read. stop: event that cancels the download; on_bytes: called
+        with the number of new bytes. Raises CancelledError if `stop` is set, OSError if the file cannot be
+        written."""
         if self.unread:
             return False
         try:

@@ -45,7 +45,8 @@ class Range:
     """Size in bytes of the whole remote object, of which a range was requested; 0 if the server sent the
     whole object instead."""
     version: str
-    """The ETag of the object, which identifies its version; "" if the server sends none."""
+    """The ETag of the object, which identifies its version; "" if the server sends none or a weak one, or the
+    whole object."""
 
 
 Ask = Callable[[int, int, str, int], Range]

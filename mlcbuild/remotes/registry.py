@@ -218,9 +218,9 @@ class Registry:
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
     def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
-        """Sends a request to the registry and follows up to five redirects to other servers, which receive no
-        credentials. Returns (client of the last server, its response). A further redirect is that response.
-        Raises RemoteError for a redirect to an invalid address, or from https to one without encryption, and
+        """Sends a request to the registry and follows up to five redirects, whose servers receive no
+        credentials. Returns (client of the last server, its response, which may be a sixth redirect). Raises
+        RemoteError for a redirect to an invalid address, or from https to one without encryption, and
         SlowError if redirects exceed the time limit."""
         client, response = self._home, self._ask(method, name, headers)
         url = f"{self.place.address}/v2/{self.place.repository}/{name}"

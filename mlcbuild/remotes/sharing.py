@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from mlcbuild.remotes.link import Link
 
 _CONCURRENT_LOOKUPS = 16
-"""Number of step records (files that describe the results of steps) that are requested from a remote cache at
-the same time."""
+"""Number of step records (files that describe the results of steps) that are requested from all remote caches
+together at the same time."""
 _POLL = 0.05
 _LONGEST_ORIGIN = 1 << 16
 """Maximum length in bytes of the line that names the remote cache from which a step's record was read."""
@@ -53,7 +53,7 @@ class RemoteRecord:
 
 
 class Sharing:
-    """The remote caches that a run uses, with the run's store. Thread-safe except for `look_up`."""
+    """The remote caches that a run uses, with its store. Thread-safe except for `look_up` and `find`."""
 
     def __init__(self, store: Store, links: Sequence[Link] = ()) -> None:
         self.store = store
@@ -103,8 +103,8 @@ class Sharing:
         self._ended = True
 
     def forget(self, key: str) -> None:
-        """Removes the cached step record of a key, because the files of the result cannot be downloaded, so
-        that the run builds the step again."""
+        """Removes the cached step record of a key, and the copy that an earlier run kept, because the files
+        of the result cannot be downloaded, so that the run builds the step again."""
         self._found[key] = None
         with suppress(OSError):
             self._place(key).unlink()
@@ -157,7 +157,8 @@ class Sharing:
 
     def unsent(self, keys: Iterable[str]) -> frozenset[str]:
         """Returns those of `keys`, the keys of step results, whose results have not been uploaded to all
-        writable remote caches yet; none if there is no such remote."""
+        writable remote caches yet; none if there is no such remote. Raises OSError if the store cannot be
+        read."""
         if not self.writers:
             return frozenset()
         sent = frozenset.intersection(*(self._ledgers[name].keys for name in self.writers))

@@ -53,7 +53,7 @@ two.
 def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter]:
     """Returns a context that yields the function which receives a run's events and shows them on a stream.
     plain: True for lines, False for the live view; None: the live view on a terminal, lines elsewhere, in CI
-    (environment variable CI) and on terminals that cannot move the cursor (TERM=dumb)."""
+    (environment variable CI not empty) and on terminals that cannot move the cursor (TERM=dumb)."""
     if plain is None:
         plain = not stream.isatty() or bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
     if plain:
@@ -70,8 +70,9 @@ def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter
 
 
 class Lines:
-    """Prints a line for each event of a run, for logs; progress is not printed, and the end of its log
-    follows the line of a failed step. Steps whose results were stored at the start are only counted.
+    """Prints the events of a run as lines, for logs: sources that were read, starts and ends of steps,
+    downloads, uploads, waits, messages and the run's end, but no progress. The end of its log follows the
+    line of a failed step. Steps whose results were stored at the start are only counted.
 
     Inside the context `beating`, a line for each running step is printed after PULSE seconds without output.
     """

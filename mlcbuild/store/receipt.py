@@ -197,8 +197,8 @@ def store(arguments: Sequence[str]) -> str:
 
 def _read(path: str) -> tuple[dict[str, bytes], dict[str, list[int]]]:
     """Reads a receipt, the file that lists everything on which a finished run depended, and returns its
-    sections of text and its sections of numbers, each by name. Raises OSError, and ValueError for a file
-    that is damaged, or that another user can write."""
+    sections of text and its sections of numbers, each by name. Raises OSError, and ValueError for a file that
+    is damaged or larger than 1 GiB, or that another user can write."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

@@ -125,8 +125,8 @@ class Store(Blobs):
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
         """Returns the step record with the cache key `key`, whether or not its files are in the store; None
-        if there is none. A record that is damaged or does not match its key counts as missing, with a
-        warning.
+        if there is none. A record that is damaged, cannot be read, or does not match its key counts as
+        missing, with a warning.
 
         expected: function that returns the texts which the record must contain, for a caller that has just
         computed the key from them; comparing texts is faster than parsing the record.

@@ -79,7 +79,7 @@ class Status:
     """Total size of all blobs in bytes, each counted once."""
     kinds: dict[str, KindStatistics] = field(default_factory=dict)
     """Kind of step, such as "weights" -> number, bytes and times of use of its step records. A blob that two
-    kinds share is counted in both."""
+    records share is counted for each of them."""
 
 
 @dataclass(frozen=True)
