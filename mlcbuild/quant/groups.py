@@ -68,6 +68,5 @@ class Groups:
     dtype: Literal["float32", "float16"]
     """The type in which the scales of quantized weights are stored."""
     signed: bool = False
-    """True if scales may be negative. The sign is chosen such that the weight of largest magnitude always
-    gets the code 0: with the codes centred on zero, there is one more negative than positive code.
-    """
+    """True if scales may be negative. The sign is chosen such that the weight of largest magnitude gets the
+    code 0 or one near it: with the codes centred on zero, there is one more negative than positive code."""

@@ -2,7 +2,8 @@
 with int8 activations.
 
 code = clip(rint(w / scale + 8), 0, 15). scale is the one of least weighted squared error (`fit` in
-search.py), negated so that the weight of largest magnitude gets the code 0, and rounded to float16.
+search.py), negated so that the weight of largest magnitude gets the code 0 or one near it, and rounded to
+float16.
 """
 
 from mlcbuild.quant.grouped import rows, tiles
