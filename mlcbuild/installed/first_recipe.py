@@ -44,7 +44,7 @@ def write(model: str) -> FirstRecipe:
     It is written into the current directory if `model` is an hf:// address, a GGUF file or the directory of a
     checkpoint; otherwise into the directory `model`, which is created and to which the user will add a
     checkpoint. Raises UsageError if the recipe exists or cannot be written, if the GGUF file is missing, or
-    if the checkpoint is the working directory, and SetupError if this machine's processor is unknown."""
+    if the checkpoint is the working directory, and SetupError if this machine's system is not supported."""
     is_model = model.startswith("hf://") or Path(model).suffix == ".gguf" or (Path(model) / CONFIG).is_file()
     directory = Path() if is_model else Path(model)
     path = directory / "recipe.yaml"

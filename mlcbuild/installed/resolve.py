@@ -28,7 +28,7 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
     A name is a bundle, a directory of bundles, a checkpoint (a directory or a GGUF file), an address (oci://
     or hf://), or the name of an installed bundle, in this order of precedence. A missing bundle is built or
     downloaded, and kept. Raises UsageError for a name that refers to nothing or a wrong scheme, SetupError if
-    this machine's processor is unknown and the name is no existing bundle or directory of bundles, and the
+    this machine's system is not supported and the name is no existing bundle or directory of bundles, and the
     error of a build or download that fails.
     """
     path = Path(name)
@@ -50,7 +50,8 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
 
 def machine_words() -> str:
     """Returns a text that describes this machine as a target: triple, processor and features, separated by
-    spaces. Raises SetupError if this machine's processor is unknown."""
+    spaces. Raises SetupError on anything but Linux (x86-64, 64-bit Arm) and macOS (arm64), OSError if the
+    system's description of the processor cannot be read."""
     triple, cpu, features = host()
     return " ".join((triple, cpu, *features))
 
@@ -59,7 +60,7 @@ def _by_name(name: str, options: InstallOptions) -> Path:
     """Returns the directory of the bundle of the installed model called `name`. The bundle is built or
     downloaded again if it is missing or its checkpoint has changed. If the options name another scheme, the
     bundle with that scheme is built unless it is installed. Raises UsageError if there is no such model,
-    SetupError if this machine's processor is unknown, and the error of a build or download that fails."""
+    SetupError if this machine's system is not supported, and the error of a build or download that fails."""
     installed_models = entries.read(options.root)
     entry = next((entry for entry in installed_models if entry.name == name), None)
     if entry is None:
@@ -76,8 +77,8 @@ def _by_name(name: str, options: InstallOptions) -> Path:
 def _installed(source: str, options: InstallOptions) -> Path:
     """Returns the directory of the bundle of a model; builds or downloads the bundle if it is not installed,
     and records that it is used now. source: an oci:// or hf:// address, or the absolute path of a checkpoint.
-    Raises SetupError if this machine's processor is unknown, UsageError for a scheme that is wrong or named
-    for a published bundle, and the error of a build or download that fails."""
+    Raises SetupError if this machine's system is not supported, UsageError for a scheme that is wrong or
+    named for a published bundle, and the error of a build or download that fails."""
     words = machine_words()
     entry = _kept(source, options, words)
     if entry is None:
