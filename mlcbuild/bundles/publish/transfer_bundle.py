@@ -37,7 +37,8 @@ class PublishedBundle:
 
 def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> PublishedBundle:
     """Checks every file of the bundle in a directory, sends the bundle to the address `to` of a registry or
-    model hub, and returns its immutable address and the number of bytes sent.
+    model hub, which `publish.fault` must have accepted, and returns its immutable address and the number of
+    bytes sent.
 
     uploaded: files that registries have (see Uploaded), which is updated and can be passed to the next call.
     Raises PublishError if the transfer fails, and BundleError for a damaged bundle.
@@ -56,12 +57,12 @@ def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> Publishe
 
 
 def pull(source: str, directory: Path) -> tuple[str, Manifest]:
-    """Downloads the bundle at the address `source` into a directory that does not exist or already holds a
-    bundle, which is replaced.
+    """Downloads the bundle at the address `source`, which `publish.fault` must have accepted, into a
+    directory that does not exist or already holds a bundle, which is replaced.
 
     Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises PublishError
-    if the directory holds something else, the transfer fails or the bundle is damaged; the directory is then
-    as before.
+    if the directory exists without a bundle.json, the transfer fails or the bundle is damaged; the directory
+    is then as before.
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")

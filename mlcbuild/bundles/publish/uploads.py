@@ -1,5 +1,6 @@
 """Sends bundles to registries and model hubs, one after the other, and returns a result for each. If one
-fails, the result has the status "failed" and the error's text, and the others are still sent.
+fails, the result has the status "failed" and the error's text, and the others are still sent; a damaged
+bundle raises BundleError instead.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def publish_bundle(
 
     to: addresses such as oci://host/repository:tag or hf://organisation/name. on_sent: called with the result
     for each address. Returns a result for each address; a failure at one does not stop the others. Raises
-    UsageError for an address to which bundles cannot be published, and BundleError for a damaged bundle.
+    UsageError for an address to which bundles cannot be published, before any is used, and BundleError for a
+    damaged bundle.
     """
     for url in to:
         if problem := fault(url, writing=True):
