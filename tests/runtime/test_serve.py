@@ -95,7 +95,10 @@ def test_a_port_in_use_is_one_sentence(toy_bundle: Path) -> None:
     assert done.stderr == f"mlcbuild-serve: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
 
 
-@pytest.mark.parametrize("option", [["--port", "70000"], ["--host", "no.such.host.invalid"]])
+@pytest.mark.parametrize(
+    "option",
+    [["--port", "70000"], ["--host", "no.such.host.invalid"], ["--host", "a" * 64], ["--host", "a..b"]],
+)
 def test_an_address_that_cannot_be(toy_bundle: Path, option: list[str]) -> None:
     done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), *option)
     assert done.returncode == 3

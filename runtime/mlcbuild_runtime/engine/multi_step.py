@@ -43,7 +43,7 @@ def guided(executor: Executor, sequences: List[Sequence], count: int, until: flo
         if not continues or executor.interrupted or time.perf_counter() > until:
             return
         inputs = [following for sequence in sequences if (following := sequence.next_input()) is not None]
-        if len(inputs) < len(sequences):  # A separate step then reports the error.
+        if len(inputs) < len(sequences):  # Their tokens must be delivered first.
             return
         result = steps.send(inputs)
     _advance(sequences, result)

@@ -120,6 +120,8 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         raise SetupError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    except UnicodeError:  # a part of a name that is empty or has more than 63 letters
+        raise SetupError(f"cannot listen on {host} port {port}: this is no name of a host") from None
     return listener
 
 
