@@ -68,5 +68,6 @@ class Groups:
     dtype: Literal["float32", "float16"]
     """The type in which the scales of quantized weights are stored."""
     signed: bool = False
-    """True if scales may be negative. The sign is chosen such that the weight of largest magnitude gets the
-    code 0 or one near it: with the codes centred on zero, there is one more negative than positive code."""
+    """True if a scale has the opposite sign of the group's weight of largest magnitude, which then gets the
+    code 0 or one near it: with the codes centred on zero, there is one more negative than positive code.
+    False if scales of 8-bit codes are positive, and those of fewer bits have that weight's sign."""

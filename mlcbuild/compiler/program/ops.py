@@ -214,7 +214,8 @@ class Ops(Protocol):
         returns the unchanged logits. params: float64 [q, 5], for each row 1 / temperature (0: the most likely
         token; negative: none), logit_drop (the lowest distance of a logit from the largest, at most 0, as
         temperature * log(min_p)), top_p, top_k (0: all tokens) and a random number in [0, 1). `out` gets -2
-        for a row with a negative number, -1 for one with a logit that is NaN."""
+        for a row with a negative number, -1 for one with a logit that is NaN, or whose largest logit is
+        infinite."""
         ...
 
     def next_inputs(self, arguments: Variables) -> None:

@@ -2,7 +2,8 @@
 q4f32_1.
 
 code = clip(rint(w / scale + 7), 0, 15), where scale is the one of least weighted squared error (`fit` in
-search.py). The sixteenth code is used, which mlc-llm leaves unused; the meaning of the bytes is the same.
+search.py), with the sign of the weight of largest magnitude. The sixteenth code is used, which mlc-llm leaves
+unused; the meaning of the bytes is the same.
 """
 
 from mlcbuild.quant.grouped import rows
