@@ -243,9 +243,9 @@ class Session:
         from another thread, or from on_event. Steps that were built are kept in every case.
 
         A failed or cancelled run is a result, not an exception: see `Result.check`. Raises UsageError for
-        names that match nothing or an unreadable signing key, SourceError for an unreadable source,
-        SetupError for a step that no worker can run or, without `keep_going`, that this machine cannot run,
-        InputError for malformed durations of shards, StoreError when the store cannot be used.
+        names that match nothing, an unknown executor or an unreadable key, SourceError for an unreadable
+        source, SetupError for a step that no worker can run or, without `keep_going`, that this machine
+        cannot run, InputError for malformed durations of shards, StoreError when the store cannot be used.
         """
         from mlcbuild.ci import shard_phases
 

@@ -91,8 +91,8 @@ class Reading:
 
     def unwritable(self, text: str) -> str | None:
         """Returns the end of an error message if a filesystem may be unable to hold the path `text`, relative
-        to the recipe's directory, such as one with a name that is too long; None if every supported one can
-        hold it."""
+        to the recipe's directory, such as one with a name that is too long, a backslash or an invisible
+        character; None if every supported one can hold it."""
         if not text.isprintable():
             return "holds an invisible character; a path has visible letters and spaces only"
         if "\\" in text:

@@ -41,7 +41,7 @@ class UploadCount:
 class Link:
     """The connection to one remote cache, and the remote's state in this run. Thread-safe.
 
-    No method raises RemoteError: failures set `unread` or `unwritten` and add a warning.
+    No public method raises RemoteError: failures set `unread` or `unwritten` and add a warning.
     """
 
     def __init__(self, remote: Remote, signer: Signer | None = None, timeout: float = TIMEOUT) -> None:

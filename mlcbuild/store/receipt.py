@@ -94,7 +94,7 @@ def check(arguments: Sequence[str]) -> str | None:
     except (OSError, ValueError, ImportError):
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # This fails while gc waits or runs.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # This fails while gc runs.
         same = (
             stats(_split(texts["watched"])) == numbers["stats"]
             and not any(map(os.path.lexists, filter(None, _split(texts["absent"]))))

@@ -232,9 +232,9 @@ class Store(Blobs):
     def publish(
         self, key: str, info: BuildInfo, out: Path, linked: Mapping[tuple[int, int], Entry]
     ) -> Published:
-        """Moves all files below the directory `out` into the store as a step's result: the files first, then
-        the record that lists them. Returns the record that the store then has for the key: an older one stays
-        if it and its files are intact.
+        """Moves all files below the directory `out` into the store as a step's result (copies those that have
+        other hard links): the files first, then the record that lists them. Returns the record that the store
+        then has for the key: an older one stays if it and its files are intact.
 
         out: inside a working directory of the store. linked: (device, inode) of a file of the step's inputs
         -> its path, digest and size; an output that is a hard link of one is not hashed. Raises StoreError if

@@ -26,8 +26,8 @@ KEPT_RECORDS = 3600.0
 is far longer than the interval at which a run marks the records that it uses.
 """
 KEPT_BLOBS = 86_400.0
-"""Seconds since its creation during which garbage collection keeps a file of the store that no step record
-lists while a build runs, because its record may be about to be written."""
+"""Seconds since a file was stored, or stored again (its ctime), during which garbage collection keeps it
+while a build runs although no step record lists it, because its record may be about to be written."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ def _collect(
     older than `unused_days`. None: no limit. Returns the numbers of removed records and blobs, and the blobs'
     bytes.
 
-    young: (time, time) in seconds since 1970: records used, and blobs created, after these times stay in any
-    case; None: no such limit.
+    young: (time, time) in seconds since 1970: records used, and blobs stored or stored again, after these
+    times stay in any case; None: no such limit.
     """
     used, placed = young or (inf, inf)
     cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
