@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mlcbuild_format import bundle
@@ -50,6 +53,64 @@ def test_what_nobody_uses_makes_room(
         with pytest.raises(RequestError, match="stopping"):
             models.use("c")
     finally:
+        assert models.close(10)
+
+
+class BusyEngine:
+    """A stand-in for an engine that runs one step until `step_ended` is set. `seconds`: the sum of the time
+    limits that `close` got."""
+
+    def __init__(self) -> None:
+        self.step_ended, self.seconds = threading.Event(), 0.0
+        self.executor = SimpleNamespace(close=self._free)
+        self.is_freed = False
+
+    def _free(self) -> None:
+        assert self.step_ended.is_set() and not self.is_freed
+        self.is_freed = True
+
+    def drain(self) -> None:
+        pass
+
+    def close(self, timeout: float) -> bool:
+        self.seconds += timeout
+        return self.step_ended.wait(min(timeout, 0.2))
+
+
+def test_engines_share_the_time_in_which_they_stop(numpy_toy_bundle: Path, tmp_path: Path) -> None:
+    copies = [Path(shutil.copytree(numpy_toy_bundle, tmp_path / name)) for name in "abcde"]
+    models = Models([ModelSource(copy, copy.name) for copy in copies], LimitOverrides())
+    engines: list[Any] = [BusyEngine() for _ in copies]
+    for entry, engine in zip(models.entries, engines, strict=True):
+        entry.engine = engine
+    assert not models.close(0.2)
+    assert sum(engine.seconds for engine in engines) < 0.3
+    for engine in engines:
+        engine.step_ended.set()
+    assert models.close(0)
+
+
+def test_a_model_whose_engine_still_computes_keeps_its_memory(numpy_toy_bundle: Path, tmp_path: Path) -> None:
+    copies = [Path(shutil.copytree(numpy_toy_bundle, tmp_path / name)) for name in "abc"]
+    budget = 2 * needs(numpy_toy_bundle) + 1
+    models = Models(
+        [ModelSource(copy, copy.name) for copy in copies], LimitOverrides(memory=budget), threads=1
+    )
+    try:
+        used, busy = models.use("b"), BusyEngine()
+        entry: Any = models.entries[0]
+        entry.engine, entry.chosen = busy, models.entries[1].chosen
+        for _ in range(2):
+            with pytest.raises(RequestError, match="leave no room for it"):
+                models.use("c")
+        assert not busy.is_freed and set(models.states()) == {"b"}
+        assert not models.close(0), "a server does not unload the library of a running step"
+        busy.step_ended.set()
+        models.use("c").end()
+        assert busy.is_freed
+        used.end()
+    finally:
+        busy.step_ended.set()
         assert models.close(10)
 
 

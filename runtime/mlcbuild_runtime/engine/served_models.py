@@ -109,6 +109,9 @@ class Models:
         self._draining = False
         self.entries: list[ServedModel] = []
         self._by_name: dict[str, ServedModel] = {}
+        self._stopping: list[tuple[Engine, int]] = []
+        """Engines of unloaded models that may still run a step, with the bytes that their models need until
+        then."""
         for source in sources:
             self._add(source, alone=len(sources) == 1)
 
@@ -237,8 +240,8 @@ class Models:
 
     def _make_room(self, needed: int) -> None:
         """Unloads models without users, least recently used first, until `needed` bytes of the memory for
-        bundles are free. Raises RequestError (503) if models in use leave less; without any loaded model, a
-        model may need more than the limit."""
+        bundles are free. Raises RequestError (503) if models in use, or engines that do not stop within 60
+        seconds, leave less; without any loaded model, a model may need more than the limit."""
         while self._loaded_bytes() + needed > self.requested.budget:
             with self._door:
                 idle = [entry for entry in self.entries if entry.engine is not None and not entry.users]
@@ -246,11 +249,11 @@ class Models:
                     break
                 victim = min(idle, key=lambda entry: entry.used)
                 engine, victim.engine = victim.engine, None
-            assert engine is not None
+                assert engine is not None and victim.chosen is not None
+                self._stopping.append((engine, victim.chosen.memory))
             # Cancelled requests end with the running step.
             engine.drain()
-            if engine.close(timeout=60):
-                engine.executor.close()
+            engine.close(timeout=60)
         if self._loaded_bytes() and self._loaded_bytes() + needed > self.requested.budget:
             raise RequestError(
                 f"the model needs {sizes.show(needed)}, and the models in use leave no room for it in"
@@ -260,7 +263,15 @@ class Models:
             )
 
     def _loaded_bytes(self) -> int:
-        return sum(entry.chosen.memory for entry in self.entries if entry.engine and entry.chosen)
+        """Frees the memory of unloaded models whose engines have stopped. Returns the bytes of loaded models
+        and of unloaded ones whose engine still runs a step."""
+        for engine, memory in tuple(self._stopping):
+            if engine.close(timeout=0):
+                with self._door:
+                    self._stopping.remove((engine, memory))
+                engine.executor.close()
+        loaded = sum(entry.chosen.memory for entry in self.entries if entry.engine and entry.chosen)
+        return loaded + sum(memory for _, memory in self._stopping)
 
     @property
     def ready(self) -> bool:
@@ -296,9 +307,14 @@ class Models:
             engine.drain()
 
     def close(self, timeout: float) -> bool:
-        """Ends every request of all models with an error and stops their engines one after the other. Returns
-        False if a step of one still runs after `timeout` seconds, which count anew for each engine."""
-        closed = [engine.close(timeout) for engine in self.engines]
+        """Ends every request of all models with an error and stops their engines. Waits up to `timeout`
+        seconds in all; returns False if an engine, of an unloaded model too, still runs a step then."""
+        end, engines = time.monotonic() + timeout, self.engines
+        with self._door:
+            engines += [engine for engine, _ in self._stopping]
+        for engine in engines:
+            engine.close(timeout=0)
+        closed = [engine.close(max(0.0, end - time.monotonic())) for engine in engines]
         return all(closed)
 
 
