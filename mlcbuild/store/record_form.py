@@ -7,7 +7,7 @@ record".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
@@ -171,9 +171,9 @@ def read_rows(listed: object) -> tuple[Row, ...]:
 
 
 def check_tree(rows: Iterable[Row]) -> None:
-    """Raises ValueError unless these files (path, digest, size) can form a tree: every path is relative, has
-    no "..", backslash or control character and no name that is too long, stands only once, and is not the
-    directory of another file.
+    """Raises ValueError unless these files (path, digest, size) can form a tree on every file system: every
+    path is relative, has no "..", backslash or control character and no name that is too long, stands only
+    once, is not the directory of another file, and does not differ from another only in case.
     """
     files: set[str] = set()
     directories: set[str] = set()
@@ -187,6 +187,21 @@ def check_tree(rows: Iterable[Row]) -> None:
             directories.add(path)
     if clash := files & directories:
         raise ValueError(f"it names {min(clash)!r} as a file and as a directory")
+    if same := same_but_for_case(files | directories):
+        first, second = (repr(name[:100]) for name in same)
+        raise ValueError(f"it names {first} and {second}, which are one file where case does not count")
+
+
+def same_but_for_case(names: Collection[str]) -> tuple[str, ...]:
+    """Returns the first two of the names, in alphabetical order, that differ only in case; () if there are
+    none. Such names are one file on the usual file systems of macOS."""
+    if len(set(map(str.lower, names))) == len(names):
+        return ()
+    spellings: dict[str, str] = {}
+    for name in sorted(names):
+        if (first := spellings.setdefault(name.lower(), name)) != name:
+            return first, name
+    return ()
 
 
 def check_text(name: str, value: object) -> None:

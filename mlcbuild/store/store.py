@@ -48,7 +48,7 @@ from mlcbuild.store import layout
 from mlcbuild.store.blobs import Blobs, make_shelf, make_way, restamped
 from mlcbuild.store.links import copy
 from mlcbuild.store.locks import HeldLock, holder, try_lock, wait_lock
-from mlcbuild.store.record_form import path_fault
+from mlcbuild.store.record_form import path_fault, same_but_for_case
 from mlcbuild.store.records import LARGEST, BuildInfo, Expected, Record
 from mlcbuild.store.staging import StagingArea
 from mlcbuild.store.stamp import STAMP_NS
@@ -303,6 +303,12 @@ def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
     """
     outputs = []
     for directory, names, files in os.walk(out):
+        if same := same_but_for_case([*files, *names]):
+            first, second = (Path(directory, name).relative_to(out).as_posix() for name in same)
+            raise StepError(
+                f"step {step}: its outputs {first!r} and {second!r} differ only in case, and are one file on"
+                " some file systems: rename one"
+            )
         for name in [*files, *(n for n in names if Path(directory, n).is_symlink())]:
             path = Path(directory, name)
             relative = path.relative_to(out).as_posix()

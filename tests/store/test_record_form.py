@@ -117,6 +117,8 @@ def test_a_tree_is_one_that_every_system_can_hold() -> None:
         ([("a", D, 1), ("a", D, 1)], "the file 'a' twice"),
         ([("a/b", D, 1), ("a", D, 1)], "'a' as a file and as a directory"),
         ([("../a", D, 1)], "which is not a plain path"),
+        ([("a/B", D, 1), ("a/b", D, 1)], "'a/B' and 'a/b', which are one file where case does not count"),
+        ([("A/x", D, 1), ("a/y", D, 1)], "'A' and 'a', which are one file where case does not count"),
     ):
         with pytest.raises(ValueError, match=words):
             check_tree(rows)

@@ -157,7 +157,9 @@ PLAIN = st.text(
 
 
 ENTRIES = st.lists(
-    st.builds(Entry, PLAIN, st.just("ab" * 32), st.integers(0, 2**50)), max_size=4, unique_by=lambda e: e.path
+    st.builds(Entry, PLAIN, st.just("ab" * 32), st.integers(0, 2**50)),
+    max_size=4,
+    unique_by=lambda e: e.path.lower(),
 )
 
 
@@ -238,6 +240,19 @@ def test_only_files_can_be_published(store: Store) -> None:
         (out / "real").mkdir(parents=True)
         (out / "link").symlink_to("real")
         with pytest.raises(StepError, match="its output link is not a regular file"):
+            store.publish(KEY, MADE, out, {})
+
+
+@pytest.mark.parametrize("names", [("lib/A.so", "lib/a.so"), ("A/x", "a/y")])
+def test_outputs_that_differ_only_in_case_are_refused(store: Store, names: tuple[str, str]) -> None:
+    with store.staging() as session:
+        out = session.subdirectory() / "out"
+        for name in names:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).touch()
+        if (out / names[0].swapcase()).exists():
+            pytest.skip("case does not count on this file system")
+        with pytest.raises(StepError, match=r"its outputs '.*' and '.*' differ only in case, .*: rename one"):
             store.publish(KEY, MADE, out, {})
 
 
