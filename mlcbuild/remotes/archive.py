@@ -167,10 +167,10 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
     first byte, up to the block of zeros that ends the archive. Raises RefusedError for a damaged archive, or
     one with unexpected members."""
     names: set[str] = set()
-    while (header := file.read(_BLOCK)).strip(b"\0"):
+    while (header := _read(file, _BLOCK)).strip(b"\0"):
         name, size = _header(header)
         if not names:
-            if name != _FIRST or size != len(_MARK) or file.read(size) != _MARK:
+            if name != _FIRST or size != len(_MARK) or _read(file, size) != _MARK:
                 raise RefusedError(f"it is not an archive of format {FORMAT}")
         elif not re.fullmatch(r"(ac|cas)/[0-9a-f]{64}", name):
             raise RefusedError(f"it holds a member called {name!r}")
@@ -242,9 +242,20 @@ def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, 
     store.put_blob(digest, part, hashed=True)
 
 
+def _read(file: BinaryIO, size: int) -> bytes:
+    """Reads up to `size` bytes of an archive, fewer at its end. Raises RefusedError if that fails: an OSError
+    would be taken for one of the store."""
+    try:
+        return file.read(size)
+    except OSError as error:
+        raise RefusedError(
+            f"it cannot be read: {error.strerror or error}; copy it from its source again"
+        ) from None
+
+
 def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
     while size > 0:
-        data = file.read(min(size, _CHUNK))
+        data = _read(file, min(size, _CHUNK))
         if not data:
             raise RefusedError("it is cut off")
         size -= len(data)
@@ -275,7 +286,7 @@ def _stored(descriptor: int, start: int, size: int) -> int:
 def _take_record(
     store: Store, staging: StagingArea, file: BinaryIO, key: str, size: int, trust: tuple[str, ...]
 ) -> None:
-    data = file.read(size)
+    data = _read(file, size)
     if len(data) < size:
         raise RefusedError("it is cut off")
     try:

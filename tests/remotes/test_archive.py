@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -188,6 +189,38 @@ def test_more_than_fits_is_not_begun(exported: Path, tmp_path: Path, monkeypatch
     with pytest.raises(StoreError, match="no space is left"):
         archive.read(Store(tmp_path / "there"), exported)
     assert not list((tmp_path / "there").rglob("*.part")) and verify(Store(tmp_path / "there")).blobs == 0
+
+
+class FailingReader(io.BufferedReader):
+    """A file of which one call of `read` fails, as on a damaged disk: the one with the index `failing`."""
+
+    def __init__(self, descriptor: int, failing: int) -> None:
+        super().__init__(io.FileIO(descriptor))
+        self._calls_before = failing
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._calls_before -= 1
+        if self._calls_before == -1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(size)
+
+
+def test_an_archive_that_cannot_be_read_is_named(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that a failure of any read, also while a blob is written to the store, is one of the archive."""
+    for failing in range(100):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdopen", lambda descriptor, _, at=failing: FailingReader(descriptor, at))
+            try:
+                archive.read(Store(tmp_path / "there"), exported)
+            except UsageError as error:
+                reason = "it cannot be read: Input/output error; copy it from its source again"
+                assert str(error) == f"{exported} is refused: {reason}"
+            else:
+                break
+    assert 15 < failing < 99, "every read has failed once"
+    assert verify(Store(tmp_path / "there")).ok
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
