@@ -146,9 +146,9 @@ def is_private(stat_result: os.stat_result) -> bool:
 
 
 def private_directory(root: str) -> str:
-    """Returns the directory for files that a run trusts without a check, such as cached digests: the store
-    itself, or, if other users can write to the store, a directory of this user in it. root: directory of the
-    store."""
+    """Returns the directory for files that a run trusts without a check, such as cached digests, with
+    symbolic links resolved: the store itself, also if it does not exist yet, or, if other users can write to
+    the store, a directory of this user in it. root: directory of the store."""
     root = os.path.realpath(root)
     try:
         is_shared = not is_private(os.stat(root))

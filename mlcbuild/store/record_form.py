@@ -31,9 +31,9 @@ Row: TypeAlias = tuple[str, str, int]
 
 
 class Code(dict[str, str]):
-    """The source files that a step's action consists of: path -> digest. Immutable. All records of an action
-    share one object, which caches the digest of these files and of tool versions, since a recipe has few
-    actions and thousands of steps."""
+    """The source files that a step's action consists of: path -> digest. It must not be changed. All records
+    of an action share one object, which caches the digest of these files and of tool versions, since a recipe
+    has few actions and thousands of steps."""
 
     def __init__(self, code: Mapping[str, str]) -> None:
         super().__init__(code)
