@@ -108,7 +108,7 @@ class RunLog:
 
 class Clock:
     """Records, from the events of a run, when each step starts (in seconds since the run's start), the last
-    lines of each finished step's log, and whether there was a warning. Passes every event on to another
+    lines of each failed step's log, and whether there was a warning. Passes every event on to another
     receiver."""
 
     def __init__(self, report: Reporter) -> None:
