@@ -145,8 +145,8 @@ async def answering(
         reader, writer = await asyncio.open_connection(
             server.host, server.port, ssl=context, limit=LONGEST_HEAD
         )
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is no name
+        why = getattr(error, "strerror", None) or str(error)
         raise ExchangeError("connect", f"{server.name} cannot be reached: {why}") from None
     try:
         writer.write(server.head(path, body) + (body or b""))

@@ -40,6 +40,12 @@ def test_urls() -> None:
     assert "secret" not in repr(Server.of("http://h", "secret"))
 
 
+def test_a_host_that_is_no_name_cannot_be_reached() -> None:
+    for host in ("a" * 64, "a..b"):
+        with pytest.raises(ExchangeError, match=rf"{host}:80 cannot be reached: "):
+            asyncio.run(exchange(Server.of(f"http://{host}"), "/v1/models"))
+
+
 def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "LARGEST_BODY", 1000)
 

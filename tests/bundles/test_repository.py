@@ -134,7 +134,7 @@ def test_the_digest_of_a_small_file_is_git_s() -> None:
 
 
 def test_the_card_names_the_sources_of_the_provenance(memory: MemoryHub, tmp_path: Path) -> None:
-    uris = ["hf://org/a@1/config.json", "hf://org/a@1/model.bin", "file:///x/y", "hf://org/b@2/c"]
+    uris = ["hf://org/a@1/config.json", "hf://org/a@1/model.bin", "file:///x/y", "hf://org/b@2/in/c.gguf"]
     dependencies = [{"uri": uri} for uri in uris]
     statement = {"predicate": {"buildDefinition": {"resolvedDependencies": [*dependencies, {}]}}}
     (tmp_path / STATEMENT).write_text(json.dumps(statement))

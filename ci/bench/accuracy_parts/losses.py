@@ -63,7 +63,7 @@ class Loss:
 def reference(model: Path, text: Path, area: Path) -> Reference:
     """Returns the first TOKENS tokens of a text, in sequences of SEQUENCE, and the float32 logits of a
     checkpoint (a directory or a GGUF file) after each. The logits are stored in the directory `area` for
-    later runs, by the tokens alone, so each checkpoint needs its own directory."""
+    later runs, by the checkpoint's path and the tokens."""
     config, tokens = _read(model, text.read_text(encoding="utf-8"))
     tokens = tokens[:TOKENS]
     sequences = [tokens[start : start + SEQUENCE] for start in range(0, len(tokens), SEQUENCE)]
@@ -71,7 +71,8 @@ def reference(model: Path, text: Path, area: Path) -> Reference:
     names = parsing.tensor_names(config)
     weights = exact_weights.checkpoint(model, config, names, views_for(None))
     count = sum(int(np.prod(weights[name].shape)) for name in weights)
-    kept = area / f"reference-{hashlib.sha256(json.dumps(sequences).encode()).hexdigest()[:12]}.npy"
+    identity = json.dumps([str(model.resolve()), sequences])
+    kept = area / f"reference-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.npy"
     if not kept.is_file():
         np.save(kept, np.concatenate([forward.logits(config, weights, ids) for ids in sequences]))
     ends = np.cumsum([len(ids) for ids in sequences])[:-1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -91,7 +92,8 @@ def _sources(bundle: Path) -> Iterator[str]:
         uris = [str(item.get("uri", "")) for item in items]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
-    yield from dict.fromkeys(uri.rpartition("/")[0] for uri in uris if uri.startswith("hf://"))
+    repositories = (re.match(r"hf://[^@]+@[^/]+", uri) for uri in uris)
+    yield from dict.fromkeys(match[0] for match in repositories if match)
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
