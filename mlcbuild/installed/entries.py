@@ -190,13 +190,14 @@ def remove(entry: InstalledModel) -> None:
 
 def stats(source: Path) -> dict[str, tuple[int, int]]:
     """Returns file name -> (size in bytes, mtime in ns) of a checkpoint's files. source: its directory, of
-    which subdirectories are left out, or a GGUF file, for which every .gguf file beside it counts whose name
-    begins like its own, so all split files. Raises OSError if the directory cannot be read."""
+    which subdirectories are left out, or a GGUF file, with the other parts if it is one of a split file.
+    Raises OSError if the directory cannot be read."""
     if source.is_dir():
         names = [item.name for item in os.scandir(source) if item.is_file()]
     else:
-        stem = re.sub(r"-\d{5}-of-(\d{5})$", "", source.stem)
-        names = [item.name for item in source.parent.glob("*.gguf") if item.name.startswith(stem)]
+        parts = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", source.name)
+        pattern = rf"{re.escape(parts[1])}-\d{{5}}{parts[2]}" if parts else re.escape(source.name)
+        names = [item.name for item in source.parent.iterdir() if re.fullmatch(pattern, item.name)]
     return {name: stat for name in sorted(names) if (stat := _stat(source, name)) is not None}
 
 

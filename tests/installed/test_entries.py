@@ -122,3 +122,13 @@ def test_a_model_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(regular, "read", removed)
     assert entries.read(tmp_path) == (kept,)
+
+
+def test_a_gguf_file_has_the_other_parts_of_a_split_one(tmp_path: Path) -> None:
+    names = ["a.gguf", "ab.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "b-00001-of-00003.gguf"]
+    for size, name in enumerate(names):
+        (tmp_path / name).write_bytes(b"x" * size)
+    assert list(entries.stats(tmp_path / "a.gguf")) == ["a.gguf"]
+    parts = entries.stats(tmp_path / "b-00001-of-00002.gguf")
+    assert {name: size for name, (size, _) in parts.items()} == {names[2]: 2, names[3]: 3}
+    assert entries.stats(tmp_path / "none.gguf") == {}
