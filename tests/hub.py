@@ -44,6 +44,11 @@ class Repo:
     faults: dict[str | None, Fault] = field(default_factory=dict)
     """File name -> failure of the requests for this file. The key None stands for queries about the
     repository itself."""
+    large_files: set[str] = field(default_factory=set)
+    """Names of files that the hub keeps in large-file storage although their suffix is another."""
+
+    def keeps_large(self, name: str) -> bool:
+        return name in self.large_files or is_large(name)
 
     def fault(self, name: str | None, *kinds: str) -> Fault | None:
         """Returns the fault of a file if its kind is one of `kinds`, and counts one use of it; None
@@ -66,12 +71,18 @@ class Request:
 
 
 def is_large(name: str) -> bool:
-    """Returns True if the hub keeps a file in large-file storage: it then states its sha256."""
+    """Returns True if the hub keeps a file in large-file storage for its suffix: its sha256 is stated."""
     return name.endswith((".safetensors", ".bin", ".gguf", ".model"))
 
 
 def git_oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def lfs_pointer(data: bytes) -> bytes:
+    """Returns the text that git keeps in place of a file in large-file storage."""
+    sha256 = hashlib.sha256(data).hexdigest()
+    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(data)}\n".encode()
 
 
 class Hub:
@@ -291,9 +302,11 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = []
         for file, data in sorted(repo.commits.get(commit, {}).items()):
             entry: dict[str, object] = {"rfilename": file, "size": len(data), "blobId": git_oid(data)}
-            if is_large(file):
+            if repo.keeps_large(file):
                 sha256 = hashlib.sha256(data).hexdigest()
-                entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
+                pointer = lfs_pointer(data)
+                entry["blobId"] = git_oid(pointer)
+                entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": len(pointer)}
             siblings.append(entry)
         answer = {"_id": "1", "id": name, "modelId": name, "sha": commit or None, "siblings": siblings}
         self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
@@ -309,7 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
         about = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes", "ETag": f'"{git_oid(data)}"'}
         if repo.fault(file, "xet"):
             about |= {"X-Xet-Hash": sha256, "X-Xet-Refresh-Route": f"{self.hub.address}/xet/token"}
-        if is_large(file):
+        if repo.keeps_large(file):
             about |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(data))}
             if not storage:
                 # As on the hub, large files are on another host, which must not see the token.

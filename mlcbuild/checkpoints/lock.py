@@ -291,23 +291,34 @@ def _pin_file(source: HubSource, name: str, file: HubFile) -> Pinned:
 
 
 def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pinned]:
-    """Downloads a file of a source whose SHA-256 the hub does not state, such as one kept in git; returns its
-    bytes, and its size and SHA-256.
+    """Downloads a file of a source that is read here or whose SHA-256 the hub does not state, such as one
+    kept in git; returns its bytes, and its size and SHA-256.
 
-    The bytes are checked against the size and the git object id that the hub states; other bytes are
-    downloaded once more. Raises SourceError if the hub refuses or sends other bytes both times.
+    Bytes other than those that the hub lists are downloaded once more. Raises SourceError if the hub refuses
+    or sends other bytes both times.
     """
     data = b""
     for again in (False, True):
         path = hub.download(source, name, again=again)
         data = path.read_bytes()
-        if len(data) == file.size and _git_oid(data) == file.git_oid:
+        if _is_listed(data, file):
             return data, Pinned(file.size, file_sha256(path))
     raise SourceError(
         f"{source}: {name}: the {len(data)} bytes that were received are not the "
         f"{file.size} bytes the hub lists; "
         "try again, and clear the cache in HF_HOME if that does not help"
     )
+
+
+def _is_listed(data: bytes, file: HubFile) -> bool:
+    """Returns True if the bytes have the size and the digest that the hub states for a file: its SHA-256 if
+    it is in large-file storage, where the git object id is that of a pointer, else its git object id.
+    """
+    if len(data) != file.size:
+        return False
+    if file.sha256 is not None:
+        return hashlib.sha256(data).hexdigest() == file.sha256
+    return _git_oid(data) == file.git_oid
 
 
 def _git_oid(data: bytes) -> str:

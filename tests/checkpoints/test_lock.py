@@ -216,6 +216,23 @@ def test_only_the_shards_of_the_index_are_pinned(hub: Hub, client: Client, tmp_p
     assert files == set(SHARDS) - {"model-00003-of-00002.safetensors"}
 
 
+def test_an_index_in_large_file_storage_is_pinned_by_its_sha256(
+    hub: Hub, client: Client, tmp_path: Path
+) -> None:
+    commit = hub.add("org/large-index", SHARDS)
+    repo = hub.repos["org/large-index"]
+    repo.large_files.add(INDEX)
+    repo.faults[INDEX] = Fault("wrong")
+    message = refusal(client, "lock", ["hf://org/large-index"])
+    size = len(SHARDS[INDEX])
+    assert message.startswith(f"hf://org/large-index@{commit}: {INDEX}: the {size} bytes that were received")
+    repo.faults.clear()
+    actual = resolved(client, tmp_path / "a.lock", "hf://org/large-index")
+    files = actual.sources[HubSource("org/large-index")].files
+    assert files[INDEX] == Pinned(size, hashlib.sha256(SHARDS[INDEX]).hexdigest())
+    assert set(files) == set(SHARDS) - {"model-00003-of-00002.safetensors"}
+
+
 def test_all_parts_of_a_gguf_file_are_pinned(hub: Hub, client: Client, tmp_path: Path) -> None:
     parts = [f"q4/a-0000{number}-of-00002.gguf" for number in (1, 2)]
     hub.add("org/packed", {**FILES, "b.gguf": b"GGUF", **dict.fromkeys(parts, b"GGUF")})
