@@ -96,17 +96,22 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
     an adapter that is damaged or unsupported, does not fit the checkpoint, or replaces a tensor that an
     adapter before it has changed.
     """
+    # Both are keyed by transformers' names: `name` of a tensor is its name in the checkpoint's files.
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)
     for directory, weight in directories:
         adapter = read_adapter(directory, weight)
         aliases = _aliases(adapter, tensors)
-        for name, tensor in adapter.replaced_tensors.items():
-            base = _base(adapter, aliases.get(name, name), tensors)
-            _check_shape(tensor, base.shape)
-            if base.name in changes:
-                raise CheckpointError(f"{tensor.path}: '{base.name}' was changed by an adapter before it")
-            merged[aliases.get(name, name)] = tensor
+        for own_name, tensor in adapter.replaced_tensors.items():
+            name = aliases.get(own_name, own_name)
+            _check_shape(tensor, _base(adapter, name, tensors).shape)
+            if name in changes:
+                raise _fault(
+                    tensor,
+                    "replaces a tensor that an adapter before it has changed; list this adapter before that "
+                    "one, or leave one of them out",
+                )
+            merged[name] = tensor
         for module, parts in adapter.parts.items():
             name = aliases.get(f"{module}.weight", f"{module}.weight")
             base = _base(adapter, name, tensors)

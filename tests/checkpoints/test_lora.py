@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,25 @@ def test_a_factor_cannot_scale_what_replaces_weights(tmp_path: Path) -> None:
     whole = adapter(tmp_path / "a", {f"{Q}.weight": entry(np.ones((32, 32), np.float32), "F32")})
     with pytest.raises(CheckpointError, match=r"replaces weights of the base, which no 'weight' can scale"):
         merging([(whole, 0.5)], zeros(tmp_path, (32, 32)))
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_no_adapter_replaces_what_one_before_it_changed(prefix: str, tmp_path: Path) -> None:
+    """Checks that the replacement of a changed tensor is refused. prefix: what the checkpoint has before
+    transformers' name of the tensor."""
+    base = {
+        name: replace(tensor, name=f"{prefix}{name}") for name, tensor in zeros(tmp_path, (32, 32)).items()
+    }
+    part = (adapter(tmp_path / "part", OWN), 1.0)
+    ones = np.ones((32, 32), np.float32)
+    whole = (adapter(tmp_path / "whole", {f"{Q}.weight": entry(ones, "F32")}), 1.0)
+    message = (
+        rf"whole/.*'base_model.model.{Q}.weight' replaces a tensor that an adapter before it has changed"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        merging([part, whole], base)
+    change, both = (rows(merging(adapters, base)[f"{Q}.weight"], 32) for adapters in ([part], [whole, part]))
+    np.testing.assert_array_equal(both, ones + change)
 
 
 RECIPE = """\
