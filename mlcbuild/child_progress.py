@@ -15,8 +15,7 @@ _PERIOD = 0.2
 
 def write_to(note: Path) -> None:
     """Makes this process write each of its progress reports, as the text "done total unit", to the file
-    `note`, which its parent process reads. A report replaces the one before. The parent ignores reports whose
-    unit is not one word."""
+    `note`, which its parent process reads. A report replaces the one before."""
 
     def write(done: int, total: int, unit: str) -> None:
         note.write_text(f"{done} {total} {unit}")
@@ -39,7 +38,7 @@ def wait(process: subprocess.Popen[bytes], note: Path, seconds: float = float("i
                 if time.monotonic() >= end:
                     raise
             with suppress(OSError, ValueError):  # there is no note yet, or it is being written
-                done, total, unit = note.read_text().split()
+                done, total, unit = note.read_text().split(" ", 2)  # a unit may be empty or have spaces
                 progress.report(int(done), int(total), unit)
     except BaseException:
         process.kill()

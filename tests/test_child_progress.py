@@ -57,6 +57,18 @@ def test_what_a_child_writes_is_reported_until_it_ends(
     assert process.calls == ["poll"] * 5
 
 
+@pytest.mark.parametrize("unit", ["", "kernels", "pairs of tokens"])
+def test_a_unit_of_any_number_of_words_is_reported(
+    unit: str, reports: list[tuple[int, int, str]], tmp_path: Path
+) -> None:
+    note = tmp_path / "progress"
+    child_progress.write_to(note)
+    progress.report(5, 9, unit)
+    progress.listen(lambda *report: reports.append(report))
+    assert wait(Process(note), note) == 3
+    assert reports == [(5, 9, unit)]
+
+
 def test_a_child_without_a_note_is_waited_for(reports: list[tuple[int, int, str]], tmp_path: Path) -> None:
     assert wait(Process(tmp_path / "progress"), tmp_path / "progress") == 3
     assert reports == []
