@@ -303,7 +303,7 @@ def test_kernels_are_asked_how_much_they_take() -> None:
         argument("x", (n, 16), "float32")
         with T.sblock("takes"):
             rows = T.bind((n + 31) // 32 * 32)
-            T.alloc_buffer((256,), "float32")
+            T.alloc_buffer((255,), "float32")
             T.alloc_buffer((rows, 16), "float32")
             with T.If(n > 1):
                 with T.Then():
@@ -318,6 +318,24 @@ def test_kernels_are_asked_how_much_they_take() -> None:
         taken_by(created, {"n": 65}, 0) == 4 * 96 * 16 + 2048 + 8192
     )  # 6 KiB in two pages, then 6,500 bytes
     assert taken_by(created, {}, 1) == 4096 + 4096
+
+
+@pytest.mark.parametrize("size", [1023, 1024])
+def test_arrays_on_the_stack_are_those_that_tvm_puts_there(size: int) -> None:
+    """Checks that an array of constant size counts as memory exactly if the compiled kernel allocates it from
+    the thread's memory pool."""
+
+    def body() -> None:
+        x, out = argument("x", (size,), "int8"), argument("out", (size,), "int8")
+        with T.sblock("reverses"):
+            array = T.alloc_buffer((size,), "int8")
+            for source, target in ((x, array), (array, out)):
+                with T.serial(0, size) as i:
+                    T.buffer_store(target, source[size - 1 - i], [i])
+
+    created = prim_func("reverses", body)
+    code = kernelbench.compiled(TARGETS["portable"], [created]).asm
+    assert ("TVMBackendAllocWorkspace" in code) == (taken_by(created, {}, 0) > 0)
 
 
 def test_kernel_names_tell_formats_and_shapes_apart() -> None:

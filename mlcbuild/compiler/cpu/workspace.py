@@ -21,7 +21,8 @@ BLOCK = 4096
 that are returned.
 """
 STACK = 1024
-"""Number of bytes below which TVM puts an array of constant size on the stack."""
+"""Number of bytes below which TVM puts an array of constant size on the stack: an array of exactly this size
+comes from the thread's memory pool. TVM calls it kMaxStackAlloca (tvm/runtime/device_api.h)."""
 
 
 def workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
@@ -103,9 +104,9 @@ def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 
 def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
     """Returns the maximum number of bytes of scratch arrays that a kernel holds at one time, on one thread.
-    The size of each is rounded up to a multiple of 4096; small arrays of constant size lie on the stack and
-    count as 0. bounds: name of a symbolic dimension -> its largest value; other: the largest value of all
-    other dimensions.
+    The size of each is rounded up to a multiple of 4096; arrays of constant size below 1024 bytes lie on the
+    stack and count as 0. bounds: name of a symbolic dimension -> its largest value; other: the largest value
+    of all other dimensions.
     """
     analyzer = Analyzer()
     for param in kernel.params:
@@ -135,9 +136,10 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
 
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:
     """Returns the maximum number of bytes that an array of a kernel takes from the thread's memory pool,
-    rounded up to a multiple of 4096. Small arrays of constant size lie on the stack and count as 0.
+    rounded up to a multiple of 4096. An array of constant size below 1024 bytes lies on the stack and counts
+    as 0.
     """
     bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
     bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))
     is_constant = all(int(bound.min_value) == int(bound.max_value) for bound in bounds)
-    return 0 if is_constant and bytes_ <= STACK else _rounded(bytes_)
+    return 0 if is_constant and bytes_ < STACK else _rounded(bytes_)
