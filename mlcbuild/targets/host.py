@@ -4,6 +4,7 @@ SetupError for a machine that is neither Linux on x86-64 or 64-bit Arm nor macOS
 from __future__ import annotations
 
 import platform
+import subprocess
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -12,25 +13,49 @@ from mlcbuild_format import processors
 
 from mlcbuild.errors import SetupError
 
+_CPUINFO = Path("/proc/cpuinfo")
+_REMEDY = "describe this machine in the recipe instead, with triple, cpu and features"
+
 
 @lru_cache(maxsize=1)
 def host() -> tuple[str, str, tuple[str, ...]]:
     """Returns (LLVM triple, processor, features) of this machine. Raises SetupError on any other system than
-    Linux on x86-64 or 64-bit Arm and macOS on arm64, OSError if the system's description of the processor
-    cannot be read.
+    Linux on x86-64 or 64-bit Arm and macOS on arm64, and if the system's description of the processor cannot
+    be read.
     """
     kind = platform.system(), platform.machine().lower()
     if kind[0] == "Linux" and kind[1] in ("x86_64", "amd64"):
-        return "x86_64-unknown-linux-gnu", *x86_cpu(Path("/proc/cpuinfo").read_text(errors="replace"))
+        return "x86_64-unknown-linux-gnu", *x86_cpu(_cpuinfo())
     if kind[0] == "Linux" and kind[1] in ("aarch64", "arm64"):
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-        return "aarch64-unknown-linux-gnu", "generic", arm_features(text)
+        return "aarch64-unknown-linux-gnu", "generic", arm_features(_cpuinfo())
     if kind == ("Darwin", "arm64"):
-        return "arm64-apple-macosx11.0.0", "apple-m1", apple_features(processors.sysctl)
+        return "arm64-apple-macosx11.0.0", "apple-m1", apple_features(_sysctl)
     raise SetupError(
         f"the target 'host' is not known on {kind[0]} {kind[1]}: it works on Linux (x86-64, aarch64) and "
-        "macOS (arm64); describe this machine in the recipe instead, with triple, cpu and features"
+        f"macOS (arm64); {_REMEDY}"
     )
+
+
+def _cpuinfo() -> str:
+    """Returns the text of Linux's /proc/cpuinfo. Raises SetupError if it cannot be read."""
+    try:
+        return _CPUINFO.read_text(errors="replace")
+    except OSError as error:
+        raise SetupError(
+            f"the target 'host' needs {_CPUINFO}, which cannot be read ({error.strerror}); {_REMEDY}"
+        ) from None
+
+
+def _sysctl(name: str) -> str:
+    """Returns the value of a macOS sysctl name, or "" if there is no such name. Raises SetupError if sysctl
+    cannot run, or does not answer in time."""
+    try:
+        return processors.sysctl(name)
+    except OSError as error:
+        reason = error.strerror
+    except subprocess.TimeoutExpired as error:
+        reason = f"no answer after {error.timeout:g} s"
+    raise SetupError(f"the target 'host' needs sysctl's {name}, which cannot be read ({reason}); {_REMEDY}")
 
 
 def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:

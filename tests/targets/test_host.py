@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+from pathlib import Path
 
 import pytest
 from mlcbuild_format import processors
@@ -76,6 +78,48 @@ def test_unknown_machines_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -
     assert inline("{extends: host}")[1] == [f"1:11: {caught.value}"]
     monkeypatch.undo()
     this_machine.host.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "error", "reason"),
+    [
+        ("Linux", "x86_64", PermissionError(13, "denied"), "/proc/cpuinfo, which cannot be read (denied)"),
+        ("Linux", "aarch64", OSError(5, "broken"), "/proc/cpuinfo, which cannot be read (broken)"),
+        (
+            "Darwin",
+            "arm64",
+            OSError(2, "absent"),
+            "sysctl's hw.optional.arm.FEAT_BF16, which cannot be read (absent)",
+        ),
+        (
+            "Darwin",
+            "arm64",
+            subprocess.TimeoutExpired("sysctl", 10),
+            "sysctl's hw.optional.arm.FEAT_BF16, which cannot be read (no answer after 10 s)",
+        ),
+    ],
+)
+def test_a_machine_that_does_not_describe_itself(
+    system: str, machine: str, error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the messages if the system's description of the processor cannot be read, for the target `host`
+    and for one that extends it."""
+
+    def fail(*_: object, **__: object) -> str:
+        raise error
+
+    this_machine.host.cache_clear()
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr(processors, "sysctl", fail)
+    with pytest.raises(SetupError) as caught:
+        presets.resolve("host")
+    assert str(caught.value) == (
+        f"the target 'host' needs {reason}; describe this machine in the recipe instead, with triple, cpu "
+        "and features"
+    )
+    assert inline("{extends: host}")[1] == [f"1:11: {caught.value}"]
 
 
 def test_this_machine_runs_what_is_made_for_it() -> None:
