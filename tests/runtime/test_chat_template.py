@@ -220,12 +220,12 @@ def test_closing_ends_what_is_rendered() -> None:
     assert actual.render(MESSAGES, {}) == "hi"
     threading.Timer(0.3, actual.close).start()
     begun, computed = time.monotonic(), time.thread_time()
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match=r"^the server is stopping: use another server$"):
         actual.render([{"content": "loop"}], {})
     assert time.thread_time() - computed < (time.monotonic() - begun) / 2, "it waits without computing"
     process = actual._short.child.process
     assert process is None or process.poll() is not None
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match=r"^the server is stopping: use another server$"):
         actual.render(MESSAGES, {})
 
 

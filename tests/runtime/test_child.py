@@ -4,6 +4,7 @@ over."""
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from mlcbuild_format.errors import SetupError
-from mlcbuild_runtime.text.child import Child, EndedError
+from mlcbuild_runtime.text.child import Child, EndedError, StoppingError
 
 from . import shared
 
@@ -104,12 +105,28 @@ def test_closing_ends_a_waiting_thread_and_starts_nothing(child: Child) -> None:
     child.ask({}, LONG)
     timer = threading.Timer(0.05, child.close)
     timer.start()
-    with pytest.raises(EndedError):
+    with pytest.raises(StoppingError):
         child.ask({"hang": True}, LONG)
     timer.join()
-    with pytest.raises(EndedError) as caught:
+    with pytest.raises(StoppingError) as caught:
         child.ask({}, LONG)
-    assert caught.value.code is None
+    assert (caught.value.code, caught.value.status) == ("stopping", 503)
+    assert str(caught.value) == "the server is stopping: use another server"
+
+
+def test_closing_while_a_process_starts(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a process that starts while another thread calls `close` is ended."""
+    start, processes = Child._started, []
+
+    def closed_meanwhile(self: Child) -> subprocess.Popen[bytes]:
+        self.close()
+        processes.append(start(self))
+        return processes[0]
+
+    monkeypatch.setattr(Child, "_started", closed_meanwhile)
+    with pytest.raises(StoppingError):
+        child.ask({}, LONG)
+    assert processes[0].poll() is not None
 
 
 def test_each_process_is_greeted_before_its_first_line() -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from mlcbuild_runtime.constraints import trial
 from mlcbuild_runtime.constraints.grammar import Grammars
 from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.constraints.stages import Trials
+from mlcbuild_runtime.text.child import StoppingError
 
 from . import shared
 from .grammars import GRAMMARS, RULES, SIZE, TOKENIZERS
@@ -56,6 +58,35 @@ def test_a_trial_ends_with_its_grammars() -> None:
     del grammars
     gc.collect()
     assert child.poll() is not None
+
+
+def test_constraints_of_a_server_that_stops() -> None:
+    """Checks that a constraint that is compiled on trial while the server stops, and later ones, are refused
+    for this reason, which is not cached, and that those that are compiled already can still be used."""
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
+    cached = Constraint("regex", "a", "x")
+    slow = Constraint("json_schema", '{"type": "integer", "multipleOf": 999983}', "x")
+    grammars.compiled(cached, message=False)
+    trials = grammars._trials
+    timer = threading.Timer(0.1, grammars.close)
+    timer.start()
+    for constraint in (slow, slow, Constraint("regex", "b", "x")):
+        with pytest.raises(RequestError, match=r"^the server is stopping: use another server$") as caught:
+            grammars.compiled(constraint, message=False)
+        assert (caught.value.code, caught.value.status) == ("stopping", 503)
+    timer.join()
+    grammars.compiled(cached, message=False)
+    with pytest.raises(StoppingError):
+        trials.passed("b", 'start: "b"', lambda _: "")
+    assert len(trials._outcomes) == 1
+
+
+def test_no_constraint_is_tried_after_the_server_stops() -> None:
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
+    grammars.close()
+    with pytest.raises(StoppingError):
+        grammars.compiled(Constraint("regex", "a", "x"), message=False)
+    assert "_trials" not in vars(grammars), "the vocabulary was not loaded"
 
 
 def test_a_trial_takes_no_more_than_its_time_and_memory() -> None:

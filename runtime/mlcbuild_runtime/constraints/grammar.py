@@ -27,6 +27,7 @@ from mlcbuild_runtime.constraints.lark import Constraint, Kind, in_lark
 from mlcbuild_runtime.constraints.stages import Trials
 from mlcbuild_runtime.constraints.trial import TrialOutcome
 from mlcbuild_runtime.executor.batch import Mask
+from mlcbuild_runtime.text.child import StoppingError
 from mlcbuild_runtime.text.freed_memory import give_back
 from mlcbuild_runtime.text.turns import CrowdedError
 from mlcbuild_runtime.text.vocabulary import Vocabulary
@@ -216,15 +217,16 @@ class Grammars:
         """Constraint -> future with its compiled form or an error message, for the constraints that a thread
         is compiling now."""
         self._kept: OrderedDict[Key, Compiled] = OrderedDict()
-        self._lock, self._first = threading.Lock(), threading.Lock()
+        self._lock, self._first, self._closed = threading.Lock(), threading.Lock(), False
 
     def compiled(self, constraint: Constraint, message: bool) -> Compiled:
         """Returns the compiled constraint, waiting for it if another thread compiles the same one already.
 
         Raises RequestError, with the reason, if it cannot be compiled, if the model has no end-of-sequence
-        token, or if too many others wait (status 503), and SetupError if no child process can be started to
-        try it. `message` is true if the answer is a whole message: where the tokenizer puts a space before a
-        text, such an answer may begin with one, which is not part of the text.
+        token, or if too many others wait or the server is stopping (status 503), and SetupError if no child
+        process can be started to try it. `message` is true if the answer is a whole message: where the
+        tokenizer puts a space before a text, such an answer may begin with one, which is not part of the
+        text.
         """
         if not self._ends:
             raise RequestError(
@@ -243,16 +245,17 @@ class Grammars:
 
     def close(self) -> None:
         """Ends the child processes in which constraints are tried before they are compiled; later constraints
-        that are not cached are refused. Any thread may call it."""
+        that are not cached are refused, because the server is stopping. Any thread may call it."""
         with self._first:
+            self._closed = True
             if "_trials" in self.__dict__:
                 self._trials.close()
 
     def _outcome(self, constraint: Constraint, key: Key) -> Compiled | str:
         """Returns the compiled form of `constraint`, from the cache if possible, or an error message if it
         cannot be compiled. If another thread is compiling the same constraint, waits for its result. key: the
-        constraint's key in the cache. Raises RequestError if too many constraints wait, SetupError if no
-        child process can be started."""
+        constraint's key in the cache. Raises RequestError if too many constraints wait or the server is
+        stopping, SetupError if no child process can be started."""
         with self._lock:
             cached = self._kept.get(key)
             if cached is not None:
@@ -296,12 +299,14 @@ class Grammars:
 
     def _compile(self, constraint: Constraint, key: Key) -> Compiled | str:
         """Returns the compiled constraint, or an error message if it cannot be compiled. key: the
-        constraint's key in the cache. Raises RequestError (503) if too many constraints wait, and SetupError
-        if no child process can be started."""
+        constraint's key in the cache. Raises RequestError (503) if too many constraints wait or the server is
+        stopping, and SetupError if no child process can be started."""
         if (size := len(constraint.source)) > MAX_SOURCE:
             return f"it has {size} characters, and at most {MAX_SOURCE} are accepted"
         grammar = in_lark(constraint, key[2])
         with self._first:
+            if self._closed and "_trials" not in self.__dict__:
+                raise StoppingError  # Closed trials still have the outcomes that they have cached.
             trials = self._trials
         try:
             return trials.passed(key, grammar, lambda outcome: self._made(grammar, key, outcome))

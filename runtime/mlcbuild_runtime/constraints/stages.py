@@ -120,7 +120,8 @@ class Trials(Generic[T]):
         constraint or an error message. For a constraint that exceeds the first limit it runs in a thread of
         low priority, for one constraint at a time in each stage. Raises CrowdedError if too many constraints
         wait in a stage, this one has waited too long, or one of another client takes its place in a full
-        queue, and SetupError if no child process can be started.
+        queue, StoppingError if it needs a trial after `close`, and SetupError if no child process can be
+        started.
         """
         decided, outcome = self._cached(key)
         delay = DELAY if looks_costly(grammar) else 0.0
@@ -161,7 +162,7 @@ class Trials(Generic[T]):
 
         number: index of the child process among those with rising limits of CPU time. Raises TooCostlyError
         if the constraint reaches a limit of CPU time or memory; in the last of these processes, it is refused
-        instead. Raises SetupError if the process cannot be started.
+        instead. Raises StoppingError if the process is closed, and SetupError if it cannot be started.
         """
         each = self.tries[number]
         try:

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from mlcbuild_format.errors import EngineError, RequestError
 
 from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.text.child import StoppingError
 
 
 class Intake:
@@ -38,7 +39,7 @@ class Intake:
             if self.closed:
                 raise EngineError("the engine is stopped")
             if self.draining:
-                raise RequestError("the server is stopping: use another server", code="stopping", status=503)
+                raise StoppingError
             if waiting() >= self.max_waiting:
                 raise RequestError(
                     f"{self.max_waiting} requests are waiting already: try again later",

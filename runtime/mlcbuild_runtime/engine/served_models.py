@@ -24,6 +24,7 @@ from mlcbuild_runtime.engine.memory_modes import ChosenLimits, LimitOverrides
 from mlcbuild_runtime.engine.request import State
 from mlcbuild_runtime.engine.trace import Trace
 from mlcbuild_runtime.locations import directories
+from mlcbuild_runtime.text.child import StoppingError
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class Models:
         stopping or has no memory for the model now (503), or the model cannot be loaded (500)."""
         entry = self.find(name)
         if self._draining:
-            raise RequestError("the server is stopping: use another server", code="stopping", status=503)
+            raise StoppingError
         with self._loading:
             if entry.engine is None:
                 try:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from mlcbuild_format.errors import SetupError
+from mlcbuild_format.errors import RequestError, SetupError
 from mlcbuild_format.fields import Json
 
 _PROGRAM = """
@@ -36,13 +36,21 @@ again, and print a traceback on the terminal of a chat that has ended."""
 
 class EndedError(Exception):
     """The error for a child process that has ended without an answer, or was killed because it
-    took too long."""
+    took too long, while its server goes on."""
 
     def __init__(self, code: int | None) -> None:
         """Creates the error for a child process that gave no answer. code: exit code of the process, negative
-        for a signal; None if the process was killed after its time limit, or `Child.close` was called."""
+        for a signal; None if the process was killed after its time limit."""
         super().__init__(code)
         self.code = code
+
+
+class StoppingError(RequestError):
+    """The error for a request that cannot be served because the server is stopping; another server may serve
+    it."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping: use another server", code="stopping", status=503)
 
 
 class Child:
@@ -61,21 +69,23 @@ class Child:
 
     def ask(self, document: object, patience: float) -> Json:
         """Sends a JSON document to the child process and returns its answer. Raises EndedError if there is
-        none within `patience` seconds, the process ends or the method `close` was called, and SetupError if
-        no process can be started or it ends with exit code 1. After an error the process is killed; the next
-        call starts another one."""
+        none within `patience` seconds or the process ends, StoppingError once the method `close` was called,
+        and SetupError if no process can be started or it ends with exit code 1. After an error the process is
+        killed; the next call starts another one."""
         return self.ask_line(as_line(document), patience)
 
     def ask_line(self, line: bytes, patience: float) -> Json:
         """Sends a JSON document, as one line with its line feed, to the child process and returns its answer.
-        Raises EndedError if there is none within `patience` seconds, the process ends or the method `close`
-        was called, and SetupError if no process can be started or it ends with exit code 1. After an error
-        the process is killed; the next call starts another one."""
+        Raises EndedError if there is none within `patience` seconds or the process ends, StoppingError once
+        the method `close` was called, and SetupError if no process can be started or it ends with exit code
+        1. After an error the process is killed; the next call starts another one."""
         process = self._running()
         try:
             answer: Json = json.loads(self._exchange(process, line, patience))
         except BaseException as error:  # The next request would receive an answer that nobody has read.
             self.end()
+            if isinstance(error, EndedError) and self._closed:
+                raise StoppingError from None
             if isinstance(error, EndedError) and error.code == 1:
                 raise SetupError(
                     f"the process that {self._purpose} has failed: see the lines above"
@@ -89,8 +99,8 @@ class Child:
         self.process = None
 
     def close(self) -> None:
-        """Kills the process and starts no other one. A thread that waits for an answer gets EndedError. Any
-        thread may call it.
+        """Kills the process and starts no other one. A thread that waits for an answer gets StoppingError.
+        Any thread may call it.
         """
         self._closed, process = True, self.process
         if process is not None and process.poll() is None:
@@ -99,7 +109,7 @@ class Child:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._closed:
-            raise EndedError(None)
+            raise StoppingError
         if self.process is None or self.process.poll() is not None:
             self._kill()
             self.process = self._started()
@@ -107,6 +117,7 @@ class Child:
             self._kill = weakref.finalize(self, _kill, self.process)
             if self._closed:  # It was closed meanwhile.
                 self._kill()
+                raise StoppingError
             if self._hello is not None:
                 self.ask(self._hello(), STARTING)
         return self.process
