@@ -1,4 +1,5 @@
-"""Every error that mlcbuild raises on purpose.
+"""The errors that mlcbuild raises on purpose. The runtime has its own: ServingError, in
+mlcbuild_format.errors.
 
     MlcbuildError                 exit code 1
     ├── UsageError                exit code 2   the command line or a file the user wrote is wrong
@@ -15,8 +16,10 @@
     ├── PublishError              exit code 1   a bundle could not be published or downloaded
     └── SetupError                exit code 3   this machine lacks something: the message says what to install
 
-A message is complete by itself: where, which rule, what was found, what to do. The command line prints
-it without a traceback. Anything else that escapes is a defect of mlcbuild and is reported as one.
+Errors for one purpose, such as UnreachableError of SourceError, stand beside the code that raises them. A
+message is complete by itself: where, which rule, what was found, what to do. The command line prints it, and
+that of a ServingError, without a traceback. Any other exception that escapes is a defect of mlcbuild and is
+reported as one.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class MlcbuildError(Exception):
@@ -73,6 +76,10 @@ class Problems(list[Problem]):
     """The problems of one file, collected in a list. Adding more than MOST_PROBLEMS (1000) raises InputError,
     which lists those so far and one about their number."""
 
+    def __init__(self, problems: Iterable[Problem] = ()) -> None:
+        super().__init__()
+        self.extend(problems)
+
     def append(self, problem: Problem) -> None:
         if len(self) >= MOST_PROBLEMS:
             message = f"it has more than {MOST_PROBLEMS} problems; correct these, and check it again"
@@ -82,6 +89,10 @@ class Problems(list[Problem]):
     def extend(self, problems: Iterable[Problem]) -> None:
         for problem in problems:
             self.append(problem)
+
+    def __iadd__(self, problems: Iterable[Problem]) -> Self:  # type: ignore[misc,override]  # `+` gives a list
+        self.extend(problems)
+        return self
 
 
 class StepError(MlcbuildError):

@@ -99,6 +99,7 @@ def load(path: Path) -> Signer | None:
     """Reads the signing key in a file; returns None if the file does not exist. Raises UsageError for a file
     that cannot be read, is larger than 64 KiB, or holds anything but an unencrypted ed25519 key in PEM
     form."""
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -108,7 +109,7 @@ def load(path: Path) -> Signer | None:
         return None
     except OSError as error:
         raise UsageError(f"{path}: the key cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError):  # TypeError: the key is encrypted
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
         private = None
     if not isinstance(private, Ed25519PrivateKey):
         raise UsageError(f"{path}: it holds no ed25519 key in PEM form; `mlcbuild keys new` creates one")

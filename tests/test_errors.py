@@ -42,11 +42,15 @@ def test_problems_are_sorted_once_each_and_survive_a_process() -> None:
     assert (type(copy), copy.problems) == (InputError, error.problems)
 
 
-def test_a_file_with_too_many_problems_ends_the_search() -> None:
-    problems = Problems()
-    problems.extend(Problem("a", i + 1, 1, "x") for i in range(errors.MOST_PROBLEMS))
+@pytest.mark.parametrize("method", ["append", "extend", "__iadd__", "__init__"])
+def test_a_file_with_too_many_problems_ends_the_search(method: str) -> None:
+    listed = [Problem("a", i + 1, 1, "x") for i in range(errors.MOST_PROBLEMS)]
+    problems, last = Problems(listed), Problem("a", 5000, 1, "x")
     with pytest.raises(InputError, match=r"^a: it has more than 1000 problems; correct these") as caught:
-        problems.append(Problem("a", 5000, 1, "x"))
+        if method == "__init__":
+            Problems([*listed, last])
+        else:
+            getattr(problems, method)(last if method == "append" else [last])
     assert len(caught.value.problems) == errors.MOST_PROBLEMS + 1
 
 

@@ -52,6 +52,14 @@ def test_names_of_public_keys(text: str, public: bool) -> None:
     assert keyfile.is_public(text) is public
 
 
+UNKNOWN_CURVE = b"""-----BEGIN PRIVATE KEY-----
+ME4CAQAwEAYHKoZIzj0CAQYFK4EEAAYENzA1AgEBBA6M+JoSpnKtLxjH/R3fl6Eg
+Ax4ABKmwNrRgBuE9OjwbRbKK15vKW/UOPIPLA4tZtcw=
+-----END PRIVATE KEY-----
+"""
+"""A private key on the curve secp112r1, which cryptography does not know, made by `openssl genpkey`."""
+
+
 def test_files_that_hold_no_key(tmp_path: Path) -> None:
     assert keyfile.load(tmp_path / "nothing") is None
     other = generate_private_key(SECP256R1())
@@ -59,6 +67,7 @@ def test_files_that_hold_no_key(tmp_path: Path) -> None:
     texts = {
         "another kind": other.private_bytes(*encodings, serialization.NoEncryption()),
         "encrypted": other.private_bytes(*encodings, serialization.BestAvailableEncryption(b"secret")),
+        "an unknown curve": UNKNOWN_CURVE,
         "no key": b"hello",
     }
     for name, text in texts.items():

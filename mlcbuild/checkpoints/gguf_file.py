@@ -136,7 +136,9 @@ def shown(name: str) -> str:
 
 
 class _Reader:
-    """Reads the header of one GGUF file from front to back."""
+    """Reads the header of one GGUF file from front to back: `read` returns (metadata, tensors) as name ->
+    value and name -> Tensor. Raises CheckpointError for a file that is damaged, is not GGUF, or has a version
+    or a tensor type that cannot be read."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path, self._file, self._size = path, file, size

@@ -30,12 +30,12 @@ A longer word becomes the token for unknown words.
 
 def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVocabulary:
     """Returns the WordPiece vocabulary of a GGUF file with its tokens written as in BERT's vocabulary ("##"
-    before a token that does not begin a word) and with the ids of special tokens that their names reveal; all
-    special tokens get the token type CONTROL. Adds a problem to `reader`, the reader of the file's metadata,
-    if [CLS], [SEP] or [UNK] is missing, or two tokens would have the same text.
+    before a token that does not begin a word); all special tokens get the token type CONTROL.
 
-    Files without roles name their tokens as BERT does, and old ones have neither BOS nor EOS: [CLS] becomes
-    BOS in any case, and [SEP] EOS where there is none.
+    Where the metadata state no id for [CLS], [SEP], [UNK], [PAD] or [MASK], it is that of the token with this
+    name. BOS becomes [CLS], whatever the metadata state, and EOS becomes [SEP] if they state none. Adds a
+    problem to `reader`, the reader of the metadata, if there is no id for [CLS], [SEP] or [UNK], or two
+    tokens would have the same text; the result must not be used then.
     """
     ids = dict(vocabulary.ids)
     for role, name in _NAMES.items():

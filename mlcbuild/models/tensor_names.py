@@ -128,8 +128,9 @@ class TensorNames:
 
 
 def aliases(config: ModelConfig) -> Mapping[str, str]:
-    """Returns "model.embed_tokens.weight" -> "lm_head.weight" if the output matrix is the embedding:
-    checkpoints store this matrix once, under either name. Returns an empty mapping for other models."""
+    """Returns {"model.embed_tokens.weight": "lm_head.weight"} if the output matrix is the embedding,
+    otherwise {}. Checkpoints store this matrix once: where the first name is absent, the tensor with the
+    second is the same matrix."""
     if not config.tie_embeddings:
         return MappingProxyType({})
     return MappingProxyType(dict(zip(WHOLE["embed.weight"], WHOLE["lm_head.weight"], strict=True)))

@@ -27,8 +27,9 @@ importance.npz."""
 
 def importance_of(inputs: Mapping[str, Path]) -> Mapping[str, NDArray[np.float32]]:
     """Returns name of a matrix -> importance of its columns, float32 [columns], for a step that packs
-    weights. inputs: name of an input of the step -> its directory; {} is returned if no input is a
-    calibration. Matrices of experts are absent."""
+    weights: the mean square of the activations that are multiplied with a column. Matrices of experts are
+    absent. inputs: name of an input of the step -> its directory; without an input "calibration" the result
+    is {}."""
     if INPUT not in inputs:
         return {}
     import numpy as np

@@ -31,9 +31,10 @@ def download(
 
     Bytes that are already in `part` are kept if the whole file then has the right digest; otherwise the blob
     is downloaded once more as a whole. entry: digest and size of the blob; stop: event that cancels the
-    download; on_bytes: called with the number of new bytes. Raises DamagedError, after which `part` is gone;
-    RemoteError (after several failed requests) and CancelledError, after which the downloaded bytes stay;
-    OSError when `part` cannot be written.
+    download; on_bytes: called with the number of new bytes. Raises DamagedError for wrong content or size,
+    after which `part` is gone. The downloaded bytes stay after a DamagedError of the transport, RemoteError
+    (several requests in a row brought too few bytes, or one was too slow) and CancelledError. Raises OSError
+    when `part` cannot be written.
     """
     name = f"cas/{entry.digest}"
     with _Part(part, entry.size) as target:
@@ -56,11 +57,11 @@ def download(
 def _complete(
     transport: Transport, name: str, target: _Part, stop: threading.Event, on_bytes: Callable[[int], None]
 ) -> bool:
-    """Requests the rest of a remote object until all of its bytes are in the file `target`, and returns True;
-    returns False if the remote cache does not have the object. name: the object's, such as "cas/<digest>";
-    stop: event that cancels the download; on_bytes: called with the number of new bytes. Raises
-    CancelledError when `stop` is set, RemoteError after several failed requests, DamagedError if the object
-    has another size."""
+    """Requests the rest of a remote object until the file `target` has all of its bytes, and returns True;
+    returns False if the remote cache does not have the object. The digest is not checked. Sets
+    `target.requests` to the number of requests that were answered. name: the object's, such as
+    "cas/<digest>"; stop: event that cancels the download; on_bytes: called with the number of new bytes.
+    Raises what `download` raises."""
     target.requests, attempts = 0, Attempts()
     while target.have < target.size:
         before, began = target.have, time.monotonic()

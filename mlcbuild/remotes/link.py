@@ -52,7 +52,8 @@ class Link:
         self.unwritten = "" if remote.writes() else "it is not written to"
         """The reason why nothing is written to the remote in this run; "" if it is written to."""
         self.sent = UploadCount()
-        """The numbers of records and bytes that were uploaded in this run."""
+        """The numbers of step records, and of bytes of files without the records, that were uploaded to the
+        remote in this run."""
         self._signer = signer
         self._timeout = timeout
         self._guard = threading.Lock()

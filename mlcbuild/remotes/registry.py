@@ -287,10 +287,12 @@ class Registry:
         return self._home.ask(method, target, _with(headers, granted), source)
 
     def _answer(self, challenge: str, scope: str) -> str | None:
-        """Returns the value of the Authorization header that answers a server's challenge. challenge: the
-        server's WWW-Authenticate header; scope: the rights to request, such as "repository:name:pull".
-        Returns None for an unsupported challenge, or if there are no credentials for it. Raises RemoteError
-        if a token is refused."""
+        """Returns the value of the Authorization header that answers a server's challenge. For "Bearer" this
+        is a token, which is requested from the token service that the challenge names, anonymously if there
+        are no credentials, unless the user's credentials are a token. challenge: the server's WWW-
+        Authenticate header; scope: the rights to request, such as "repository:name:pull". Returns None for an
+        unsupported challenge, and for "Basic" without credentials. Raises RemoteError if the token service
+        cannot be reached, is not https, or issues no valid token."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic":
             return self._login

@@ -62,9 +62,8 @@ class S3:
         self._tasks = _Tasks(self._bucket)
         self._guard = threading.Lock()
         self._creates = True
-        """True while uploads of new objects state the condition that the object must not exist yet; False
-        once the server has answered that it does not know this condition.
-        """
+        """True while uploads state the condition that the object must not exist yet; False once the server
+        has answered that it does not know this condition."""
         self._rate = 0.0
         """Rate of the fastest upload so far, in bytes per second."""
         self._settings = chosen = settings(url)
@@ -286,9 +285,10 @@ class _Object:
         self._until = 0.0
 
     def range(self, start: int, end: int, version: str = "", share: int = 1) -> Range | None:
-        """Requests the bytes start..end-1 of the object, or all bytes if any version will do and it has none
-        in this range; returns the response, or None if the object is missing. version: ETag that it must
-        have, or "". share: number of concurrent transfers. Raises RemoteError for other answers."""
+        """Requests the bytes start..end-1 of the object; without `version`, all if it has none of them.
+        Returns the response, which may hold the whole object, or None if there is no such object. version:
+        ETag that it must have, or "". share: number of concurrent transfers, which together must reach the
+        minimum rate. Raises RemoteError for other answers, and for another ETag or range."""
         headers = {"Range": f"bytes={start}-{end - 1}", **({"If-Match": version} if version else {})}
         client, response = self._ask(headers)
         if response.status == 416 and not version:

@@ -95,7 +95,8 @@ class Pace:
         self._since, self._count = time.monotonic(), 0
 
     def is_slow(self) -> bool:
-        """Returns True if the bytes of the current time window are fewer than the minimum rate requires."""
+        """Returns True if the rate of the transfer since the current time window began is below the minimum;
+        the window need not have ended."""
         return self._count < self._slowest * (time.monotonic() - self._since)
 
 

@@ -259,8 +259,11 @@ class View:
         return table
 
     def _rows(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Yields one table row (style, title, three texts on times and progress) for each running or
-        waiting step, and one for the whole run."""
+        """Yields one table row (style, title, three texts) for each running step, each step that waits for
+        another mlcbuild process which builds it, and the whole run. The texts of a running step are elapsed
+        time, progress and remaining time; of a waiting one "waits", that process, and ""; of the run the
+        number of running steps, the step that begins the critical path, and the least time left. "" stands
+        for what is unknown."""
         tally = self._tally
         for name in list(tally.running):
             where = f" on {tally.places[name]}" if name in tally.places else ""

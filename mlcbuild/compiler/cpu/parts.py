@@ -177,9 +177,10 @@ class Parts:
 
     def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Emits the kernel between the qkv product and attention: it adds biases to queries, keys and values,
-        clips them, and normalizes and rotates queries and keys, each if the layer does so. Queries are
-        changed in place in qkv, keys and values are written to the KV cache. Returns (qkv, cache), both
-        changed in place."""
+        clips them, normalizes and rotates queries and keys, and scales queries by position, each if the layer
+        does so. Queries are changed in place in qkv; keys and values are written to the KV cache, and their
+        columns of qkv are undefined afterwards. Then it copies the pages of the cache that `batch.forks`
+        lists, for branches of a tree of draft tokens. Returns (qkv, cache), both changed in place."""
         heads, batch, extras = self.heads(spec), layer.batch, layer.weights
         bias = extras.get("attn.qkv.bias", ())
         head_norms = [norm_weights(extras, f"attn.{kind}_norm") for kind in "qk"]

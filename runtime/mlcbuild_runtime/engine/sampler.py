@@ -185,13 +185,17 @@ class Sampler:
         after: tuple[int, list[int]],
         backoff: Backoff,
     ) -> int:
-        """Returns the token that is sampled after a draft, which may be empty. It depends only on the logits,
-        the sampling parameters, the seed, and how often sampled tokens of the answer have violated the
-        constraint before. drawn: the token that the device sampled, or NO_TOKEN (-2) if it sampled none;
-        matcher: follows the constraint, None without one; after: (index in the answer at which the draft
-        begins, the draft's tokens); backoff: decides whether a token is sampled without a logit mask first.
-        Raises ServingError for invalid logits (a NaN or an infinite maximum), or a constraint that is too
-        costly to follow."""
+        """Returns the token that is sampled after a draft, which may be empty; the constraint allows it. It
+        depends only on the logits, the sampling parameters, the seed, its index, the tokens before it (for
+        penalties), and how often sampled tokens of the answer have violated the constraint before.
+
+        logits: function that returns the row of logits after the draft; drawn: the token that the device
+        sampled from it, or NO_TOKEN (-2) if it sampled none; matcher: follows the constraint and has taken
+        the draft's tokens already, None without one; after: (index in the answer at which the draft begins,
+        the draft's tokens); backoff: decides whether a token is sampled without a logit mask first, and is
+        told the outcome. Raises ServingError for invalid logits (a NaN or an infinite maximum), or a
+        constraint that is too costly to follow.
+        """
         counts, (position, draft) = self._counts, after
         if self._sampling.adjusts:
             counts = counts + Counter(draft) if draft else counts

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Mask = NDArray[np.int32]
-"""A logit mask: one bit for each token, lowest token first, set where the token may be sampled. It has at
-least as many 32-bit words as the vocabulary needs."""
+"""A logit mask, int32 words: token t may be sampled if bit t % 32, counted from the lowest, of word t // 32
+is set. It has at least as many words as the vocabulary needs."""
 Masks = Sequence[tuple[int, Mask]]
 """Logit masks of one step of the model, as pairs (index of a row of logits; its mask, int32 words with one
 bit per token, 1 if it is allowed); rows without a mask are left out."""

@@ -1,4 +1,5 @@
-"""Checks the bearer keys of HTTP requests."""
+"""Refuses (401) HTTP requests without one of the server's API keys, in `Authorization: Bearer KEY` or
+`X-API-Key`. Health checks, the chat page and the API's description need none."""
 
 from __future__ import annotations
 

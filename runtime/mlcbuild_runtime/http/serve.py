@@ -39,9 +39,9 @@ class Logs:
     file: str | None = None
     """File to which a line of JSON is appended for each request; "-" is standard output."""
     form: str = "auto"
-    """Form of the lines about requests on standard error: "text", "json", "none", or "auto", which is text on
-    a terminal. With "json", every other line is JSON, too: errors, warnings, and the server's start and end.
-    """
+    """Form of the lines about requests on standard error: "text", "json", "none" (no such lines), or "auto":
+    text if it is a terminal, otherwise none. With "json", every other line is JSON, too: errors, warnings,
+    and the server's start and end."""
     trace: str | None = None
     """Path of the file for a trace of the engine's steps, in Chrome's trace format, which is overwritten;
     None: no trace is written.

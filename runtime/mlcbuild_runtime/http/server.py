@@ -104,7 +104,8 @@ def _others(server: _Server) -> list[Route]:
 
 def _routes(server: _Server, keys: bool) -> list[Route]:
     """Returns the routes (path, handler, methods) of the server's endpoints, except Ollama's, llama.cpp's,
-    and OpenAI's without the prefix /v1. keys: True if requests must have an API key."""
+    and OpenAI's without the prefix /v1. keys: True if the description of the API, in /openapi.json and /docs,
+    is to state that requests need a key. The routes check none: the middleware does."""
     return [
         Route("/", page),
         Route("/health", server.health),

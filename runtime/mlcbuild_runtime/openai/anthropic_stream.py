@@ -107,7 +107,9 @@ class MessageOutput:
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
 
     def _close(self) -> Iterator[Document]:
-        """Yields the stream event that ends the last content block of a message, if a block is open."""
+        """Yields the stream event that ends the last content block of a message, once for each block; nothing
+        if there is no block yet. The collected arguments of a tool call are decoded before, and stored in its
+        block as `input`."""
         if not self._blocks:
             return
         if self._blocks[-1]["type"] == "tool_use":

@@ -204,8 +204,10 @@ def suggestion(key: str, table: Table) -> str:
 
 
 class RequestBody:
-    """The checked fields of one request body. A value of null means absent. Creating it and reading fields
-    raises RequestError, which names the field."""
+    """The fields of one request body. A value of null means absent. Creating it raises RequestError, which
+    names the field, for a field that is not in `table`, and for a value without the type, the bounds or the
+    enumerated values of the field's schema. The items of lists are left to the code that reads the field, as
+    the type that its schema states."""
 
     def __init__(self, body: Mapping[str, Json], table: Table) -> None:
         self._values = {key: value for key, value in body.items() if value is not None}

@@ -40,9 +40,11 @@ def seconds(size: int) -> float:
 
 
 def work() -> None:
-    """Runs the child process that renders chat templates: reads a JSON object with a template and its
-    variables from each line of its input, and writes a line with the result. A line with a number adds it to
-    the process's niceness, and is answered with `true`."""
+    """Runs the child process that renders chat templates: reads a JSON object {"source": a template,
+    "variables": its variables} from each line of its input, and writes a line with {"text": the prompt},
+    {"refused": the message with which the template refuses} or {"failed": the reason}. A template that takes
+    too much CPU time ends the process by a signal, without a line. A line with an integer adds it to the
+    process's niceness, and is answered with `true`."""
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401  (what templates need is loaded before their time runs)
 

@@ -88,11 +88,10 @@ class Int8Call:
         return self.matrix.isa
 
     def operands(self, tile: Expr, group: Expr, vector: int, paired: bool) -> list[list[Expr]]:
-        """Emits loads of weights in a group of 32 columns, and returns for each quad (four consecutive
-        columns) the int32 vectors that dot-product instructions multiply, as a Column holds them. vector:
-        index of the vector of rows among those that cover a tile's 16 rows; paired: True for products of two
-        rows of x at a time.
-        """
+        """Emits loads of weights in a group of 32 columns, and returns `operands` of a Column: the int32
+        vectors for each quad (four consecutive columns), or for two quads if `paired` (products of two rows
+        of x at a time), with which dot-product instructions multiply. vector: index of the vector of rows
+        among those that cover a tile's 16 rows."""
         form = self.matrix.dot
         count = QUADS // form.fields
         high = [T.bind(self.packed(tile, group, count + i, vector)) for i in range(form.high_lines)]
