@@ -25,6 +25,7 @@ from mlcbuild.canon import Json
 from mlcbuild.checkpoints import hub
 from mlcbuild.checkpoints.checkpoint_kinds import ADAPTER_CONFIG
 from mlcbuild.checkpoints.fetch import (
+    LARGEST_INDEX,
     Pinned,
     file_sha256,
     gguf_parts,
@@ -271,6 +272,10 @@ def _pin(source: HubSource) -> Locked:
     commit, files = hub.list_files(source)
     at = HubSource(source.repo, commit)
     index = None if source.file else index_of(files)
+    if index is not None and files[index].size > LARGEST_INDEX:
+        raise SourceError(
+            f"{at}: {index}: the hub lists {files[index].size} bytes, at most {LARGEST_INDEX} are read"
+        )
     data = b"" if index is None else _small_file(at, index, files[index])[0]
     try:
         if source.file:

@@ -94,7 +94,7 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
     after the other when rows are read. Tensors that are changed become float32; the others are returned as
     they are. directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError for
     an adapter that is damaged or unsupported, does not fit the checkpoint, or replaces a tensor that an
-    adapter before it has changed.
+    adapter before it has changed or replaced.
     """
     # Both are keyed by transformers' names: `name` of a tensor is its name in the checkpoint's files.
     changes: dict[str, list[_Change]] = {}
@@ -105,7 +105,7 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
         for own_name, tensor in adapter.replaced_tensors.items():
             name = aliases.get(own_name, own_name)
             _check_shape(tensor, _base(adapter, name, tensors).shape)
-            if name in changes:
+            if name in changes or merged[name] is not tensors[name]:
                 raise _fault(
                     tensor,
                     "replaces a tensor that an adapter before it has changed; list this adapter before that "

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mlcbuild.checkpoints import lock
 from mlcbuild.checkpoints.fetch import INDEX, Pinned
-from mlcbuild.checkpoints.hub import HubSource
+from mlcbuild.checkpoints.hub import HubFile, HubSource
 from mlcbuild.checkpoints.lock import Lock, Locked
-from mlcbuild.errors import InputError, UsageError
+from mlcbuild.errors import InputError, SourceError, UsageError
 from tests.hub import Fault, Hub
 from tests.hub_client import Client, RefusedError
 
@@ -231,6 +231,13 @@ def test_an_index_in_large_file_storage_is_pinned_by_its_sha256(
     files = actual.sources[HubSource("org/large-index")].files
     assert files[INDEX] == Pinned(size, hashlib.sha256(SHARDS[INDEX]).hexdigest())
     assert set(files) == set(SHARDS) - {"model-00003-of-00002.safetensors"}
+
+
+def test_an_index_that_is_too_large_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {INDEX: HubFile((64 << 20) + 1, "0" * 40, "0" * 64), "config.json": HubFile(2, "0" * 40, None)}
+    monkeypatch.setattr("mlcbuild.checkpoints.hub.list_files", lambda source: ("c" * 40, files))
+    with pytest.raises(SourceError, match=rf"org/m@c{{40}}: {INDEX}: the hub lists 67108865 bytes"):
+        lock.resolve([HubSource("org/m")])
 
 
 def test_all_parts_of_a_gguf_file_are_pinned(hub: Hub, client: Client, tmp_path: Path) -> None:

@@ -197,6 +197,8 @@ def test_no_adapter_replaces_what_one_before_it_changed(prefix: str, tmp_path: P
     )
     with pytest.raises(CheckpointError, match=message):
         merging([part, whole], base)
+    with pytest.raises(CheckpointError, match=message):
+        merging([whole, whole], base)
     change, both = (rows(merging(adapters, base)[f"{Q}.weight"], 32) for adapters in ([part], [whole, part]))
     np.testing.assert_array_equal(both, ones + change)
 
