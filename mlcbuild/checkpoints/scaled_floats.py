@@ -63,9 +63,10 @@ def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTens
     """Returns the weight matrix of a module: 8-bit floats multiplied by the scales in the module's stored
     tensor `scale`, such as "weight_scale". Its float32 rows are computed when they are read.
 
-    block: the rows and columns of a block of weights that share a scale, as quantization_config states them;
-    None if it does not. Raises CheckpointError if a tensor is missing, or has another type or shape, or
-    `block` is not two positive integers.
+    The shape of the scales tells whether one counts for the whole matrix, for a row, or for a block of
+    weights. block: the rows and columns of a block, as quantization_config states them; None if it does not:
+    128 and 128. Raises CheckpointError if a tensor is missing, or has another type or shape, or `block` is
+    not two positive integers.
     """
     rows, columns = parts.matrix("weight")
     weight = parts["weight"]

@@ -109,7 +109,8 @@ def _memories(estimates: Mapping[str, Mapping[str, int] | None]) -> list[str]:
 def execution(arguments: argparse.Namespace) -> Execution:
     """Returns an Execution: the number of jobs (0 without --jobs), whether to go on after failures, the
     executor and its TLS directory (by default $MLCBUILD_TLS), as the options --jobs, --keep-going, --executor
-    and --tls of a command line state them."""
+    and --tls of a command line state them. Signals end its run, which must therefore be in the main thread.
+    """
     return Execution(
         jobs=arguments.jobs or 0,
         keep_going=arguments.keep_going,

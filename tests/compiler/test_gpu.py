@@ -214,6 +214,16 @@ def test_sampling_on_the_gpu_draws_what_the_whole_row_gives(model: GpuExecutor) 
             assert result.tokens == [host_sampling.draw(result.logits()[0], row)]
 
 
+def test_calls_of_a_function_with_different_sizes_are_submitted_apart(model: GpuExecutor) -> None:
+    launches = model.device.launches
+    with pytest.raises(
+        ValueError, match="two calls of 'mask' with different sizes cannot be submitted together"
+    ):
+        model.device.run([("mask", {"m": 1}), ("mask", {"m": 2})])
+    assert model.device.launches == launches
+    model.device.run([("mask", {"m": 1}), ("mask", {"m": 1})])
+
+
 def test_a_token_of_a_layer_takes_seven_launches_and_a_loop_uploads_nothing(model: GpuExecutor) -> None:
     layers = len(golden("qwen3").config.layers)
     start = ModelStep.of([([3], 10, [0])])

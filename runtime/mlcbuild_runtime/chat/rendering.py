@@ -67,7 +67,7 @@ def plain_printer(out: TextIO, escape: bool) -> Printer:
 
 def printer(out: TextIO) -> Printer:
     """Returns a printer of a chat's answers for a terminal, which renders Markdown if rich is installed, and
-    else writes plain text with control characters replaced by visible escapes."""
+    otherwise writes plain text. Control characters are replaced by visible escapes in both cases."""
     try:
         from rich.console import Console
     except ImportError:

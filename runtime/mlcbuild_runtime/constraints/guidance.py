@@ -22,9 +22,9 @@ STEP_SECONDS = 0.25
 """Maximum CPU seconds for computing one logit mask, because all requests of a decode step wait for it. The
 slowest mask of each answer is exempt."""
 TOKEN_SECONDS = 0.02
-"""Maximum CPU seconds, per token of an answer, for computing logit masks; each answer may use STEP_SECONDS
-(0.25 s) in addition. With a vocabulary of 150,000 tokens, a mask of an ordinary schema takes less than one
-millisecond."""
+"""Maximum CPU seconds, per token of an answer, for computing logit masks, without the slowest one; each
+answer may use STEP_SECONDS (0.25 s) in addition, and ends with an error beyond that. With a vocabulary of
+150,000 tokens, a mask of an ordinary schema takes less than one millisecond."""
 EXPRESSIONS, FUEL, STATES = 100_000, 50_000, 10_000
 """Limits of llguidance's lexer: the number of expressions that it may build for one constraint, the work that
 it may do for one token (llguidance's fuel), and the number of its states. With llguidance's defaults a

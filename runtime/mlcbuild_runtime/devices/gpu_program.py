@@ -153,13 +153,17 @@ class DeviceProgram:
         return np.frombuffer(data, np.int32)
 
     def run(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
-        """Submits calls of the GPU program's functions together, and does not wait for them. calls:
-        (function, name of a size -> value) each. Raises EngineError if the GPU fails, ValueError for a call
-        larger than the function allows."""
+        """Submits calls of the GPU program's functions together, which the GPU computes in this order, and
+        does not wait for them. calls: (function, name of a size -> value) each. Raises EngineError if the GPU
+        fails, ValueError for a call larger than the function allows, or two of one function with different
+        sizes, whose scalars would share a buffer."""
         self._guarded(lambda: self._submit(calls))
 
     def _submit(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
         prepared = [self._ready(name, sizes) for name, sizes in calls]
+        for call, (name, sizes) in zip(prepared, calls, strict=True):
+            if call.sizes != sizes:
+                raise ValueError(f"two calls of '{name}' with different sizes cannot be submitted together")
         encoder = self.device.create_command_encoder()
         compute = encoder.begin_compute_pass()
         for call in prepared:

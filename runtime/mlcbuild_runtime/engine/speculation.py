@@ -323,7 +323,8 @@ def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelSte
 
 
 def refusal(model: Executor, draft: Executor) -> str | None:
-    """Returns the reason why the limits of the draft bundle `draft` do not fit `model`; None if they do."""
+    """Returns the reason why the bundle `draft` cannot draft for `model`: its pages have another size, or its
+    prefill_chunk or max_batch is smaller. None if it can; vocabularies are not compared here."""
     ours, theirs = model.manifest.limits, draft.manifest.limits
     if ours.page_size != theirs.page_size:
         return f"its pages hold {theirs.page_size} tokens, not {ours.page_size}"

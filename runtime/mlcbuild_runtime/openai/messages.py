@@ -107,8 +107,8 @@ def _named(listed: list[Message]) -> list[Message]:
 
 def _message(where: str, message: Json) -> Message:
     """Returns one message of a chat, checked, with its role ("system" for "developer"), its content as one
-    text, its reasoning and its tool calls. where: the message's place, for errors. Raises RequestError for an
-    invalid message."""
+    text, its reasoning and its tool calls or, for the result of a tool, the call's id and the tool's name.
+    where: the message's place, for errors. Raises RequestError for an invalid message."""
     if not isinstance(message, dict):
         raise wrong(where, "an object with role and content", message)
     role = message.get("role")

@@ -24,7 +24,8 @@ SHORT_WAITING, LONG_WAITING = 48, 16
 """SHORT_WAITING is the maximum number of requests with short chats that may wait to have their prompts
 rendered by one model's template, LONG_WAITING the maximum number of those with long chats."""
 LONGEST_WAIT = 5.0
-"""Maximum seconds that a request waits while the prompts of other requests are rendered."""
+"""Maximum seconds that a request waits for its turn while the prompts of other requests are rendered, one at
+a time; then it is refused with status 503."""
 LONG_NICE = 5
 """Niceness (0 is normal, 19 the lowest priority) of the child process that renders long chats as prompts:
 those of more than 64 KiB (SHORT)."""
