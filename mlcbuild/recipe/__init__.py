@@ -197,10 +197,10 @@ def _inputs(
                 paths[f"adapter {i} of the model '{name}'"] = adapter.source.path
     for scheme in schemes:
         if isinstance(scheme.calibration, Path):
-            paths[f"the prompts {scheme.calibration.name}"] = scheme.calibration
+            paths[f"the prompts {scheme.calibration}"] = scheme.calibration
     for item in settings:
         if item.verify and isinstance(item.verify.prompts, Path):
-            paths[f"the prompts {item.verify.prompts.name}"] = item.verify.prompts
+            paths[f"the prompts {item.verify.prompts}"] = item.verify.prompts
     return paths
 
 

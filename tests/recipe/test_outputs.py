@@ -151,6 +151,20 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 }
 
 
+@pytest.mark.parametrize("directory", ["a", "b"])
+def test_prompt_files_of_one_name_are_both_protected(project: Path, directory: str) -> None:
+    for name in ("a", "b"):
+        Path("recipes", name).mkdir()
+        Path("recipes", name, "p.txt").write_text("Hello\n")
+    text = (
+        changed(quantizations="{small: {scheme: q4a8_2, calibrate: a/p.txt}}")
+        + "verify: {prompts: b/p.txt}\n"
+    )
+    assert faults(text + f"bundle: {{output: {directory}}}\n") == [
+        f"6:18: the output '{directory}' would replace the prompts {project}/recipes/{directory}/p.txt"
+    ]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults(project: Path, fault: str) -> None:
     text, expected = FAULTS[fault]
