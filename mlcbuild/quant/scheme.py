@@ -256,12 +256,12 @@ def from_json(value: Json) -> Storage:
             "a scheme's name, format and layout must be strings and its overrides a list, found "
             f"{name!r}, {form!r}, {layout!r}, {overrides!r}"
         )
-    if value["activation_bits"] not in (0, 8):
-        raise UsageError(f"scheme {name}: activation_bits must be 0 or 8, found {value['activation_bits']!r}")
+    bits = value["activation_bits"]
+    if type(bits) is not int or bits not in (0, 8):  # False equals 0, and 8.0 equals 8
+        raise UsageError(f"scheme {name}: activation_bits must be 0 or 8, found {bits!r}")
     load_format(cast(str, form), cast(str, layout))
-    bits = cast("Literal[0, 8]", value["activation_bits"])
     listed = tuple(_override(cast(str, name), item) for item in overrides)
-    return Storage(cast(str, name), cast(str, form), cast(str, layout), bits, listed)
+    return Storage(cast(str, name), cast(str, form), cast(str, layout), cast("Literal[0, 8]", bits), listed)
 
 
 def _override(scheme: str, item: Json) -> tuple[str, Storage]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_json_round_trip(scheme: Storage) -> None:
     assert canonical(value)
 
 
-def changed(**fields: Json) -> Json:
+def changed(**fields: Any) -> Json:
     return {**quant.to_json(SCHEMES["q4f16_1"]), **fields}
 
 
@@ -92,6 +93,8 @@ def nested(match: str, scheme: Json) -> Json:
         (changed(format="q3f16"), "format 'q3f16' does not exist; did you mean 'q[48]f16'"),
         (changed(layout="x16"), "format 'q4f16' cannot be stored in layout 'x16', which .*; it has: row;"),
         (changed(activation_bits=4), "activation_bits must be 0 or 8, found 4"),
+        (changed(activation_bits=False), "activation_bits must be 0 or 8, found False"),
+        (changed(activation_bits=8.0), "activation_bits must be 0 or 8, found 8.0"),
         (changed(overrides=[{"match": "a"}]), "an override has the fields match and scheme"),
         (nested("a", nested("b", changed())), "the override 'a' has overrides of its own; flatten them"),
     ],
