@@ -168,7 +168,7 @@ class Fields:
         if (
             not isinstance(value, list)
             or len(value) != len(default)
-            or any(item not in (0, 1) for item in value)
+            or any(type(item) is not int or item not in (0, 1) for item in value)
         ):
             self.problem(name, f"must be a list of {len(default)} times 0 or 1, found {show(value)}")
             return [*default]

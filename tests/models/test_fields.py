@@ -112,6 +112,13 @@ def test_lists() -> None:
     assert reader.problems[-1].endswith("h[1]: must be a number from 1e-06 to 1e+06, found 1000000000.0")
 
 
+@pytest.mark.parametrize("value", [[True, False], [1.0, 0]])
+def test_switches_are_integers(value: list[object]) -> None:
+    reader = fields(a=value)
+    assert reader.switches("a", [False, True]) == [False, True]
+    assert only(reader) == f"a: must be a list of 2 times 0 or 1, found {show(value)}"
+
+
 def test_a_field_that_nobody_reads_is_a_problem() -> None:
     reader = fields(hidden=1, hiden=2, other=3, _note=4, plain=5)
     reader.integer("hidden")
