@@ -78,7 +78,8 @@ def test_a_prompt_is_a_chat_or_with_raw_a_text(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_alive", "reason"), [("5m", "load"), (-1, "load"), (0, "unload"), ("0", "unload"), ("0s", "unload")]
+    ("keep_alive", "reason"),
+    [("5m", "load"), (-1, "load"), (False, "load"), (0, "unload"), ("0", "unload"), ("0s", "unload")],
 )
 def test_a_request_without_a_prompt_loads_or_unloads(engine: Engine, keep_alive: Any, reason: str) -> None:
     chat = call(engine, "chat", messages=[], keep_alive=keep_alive).json()

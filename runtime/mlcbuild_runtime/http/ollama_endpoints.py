@@ -19,7 +19,7 @@ from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.http.event_stream import EventStream, collected, unless_gone
 from mlcbuild_runtime.http.handling import RequestHandling
 from mlcbuild_runtime.openai import embeddings, ollama_request, service
-from mlcbuild_runtime.openai.body import RequestBody
+from mlcbuild_runtime.openai.body import RequestBody, is_among
 from mlcbuild_runtime.openai.ollama_models import shown, tag
 from mlcbuild_runtime.openai.ollama_stream import OllamaOutput, moment
 from mlcbuild_runtime.openai.service import CompletionJob
@@ -182,6 +182,6 @@ def _loaded(engine: Engine, body: Mapping[str, Json], empty: Mapping[str, Json])
     """Returns Ollama's document for a request without a prompt, by which clients load and unload models. It
     reports that the model is loaded or, for a `keep_alive` of 0, unloaded; this server then keeps it loaded
     all the same. empty: the fields of an empty answer."""
-    reason = "unload" if body.get("keep_alive") in (0, "0", "0s") else "load"
+    reason = "unload" if is_among(body.get("keep_alive"), (0, "0", "0s")) else "load"
     document: dict[str, Json] = {"model": engine.name, "created_at": moment(), **empty}
     return {**document, "done": True, "done_reason": reason}
