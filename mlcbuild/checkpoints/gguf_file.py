@@ -156,6 +156,7 @@ class _Reader:
         alignment = metadata.get("general.alignment", 32)
         if (
             not isinstance(alignment, int)
+            or isinstance(alignment, bool)
             or alignment < 1
             or alignment & (alignment - 1)
             or alignment > 1 << 20

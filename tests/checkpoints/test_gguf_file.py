@@ -144,6 +144,10 @@ HEADERS = {
         b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 4, 1 << 50) + bytes(20),
         "metadata key 'k' cannot hold",
     ),
+    "an alignment that is true": (
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 17) + b"general.alignment" + struct.pack("<IB", 7, 1),
+        "general.alignment must be a power of two, found True",
+    ),
     "many strings": (
         b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, 1 << 50) + bytes(20),
         "metadata key 'k' cannot hold",
