@@ -231,6 +231,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda d: d["ropes"].clear(), "one of kind rope for each of 'ropes'"),
     (lambda d: d["ropes"]["rope"].update(rows=17), "'buffers.rope' must have 272 bytes"),
     (lambda d: d["ropes"]["rope"].update(inv_freq=["x"]), "must have numbers from 0 to 1e9"),
+    (lambda d: d["ropes"]["rope"]["inv_freq"].__setitem__(0, True), "must have numbers from 0 to 1e9"),
     (lambda d: d["inputs"]["positions"].update(start=9), "'inputs.positions' ends at byte 68, beyond"),
     (lambda d: d["functions"].update(step={}), "'functions.step' must be a list of variants"),
     (lambda d: d["functions"]["one"][0]["sizes"].update(n=9), "size 'n' may be 9, more than the program has"),

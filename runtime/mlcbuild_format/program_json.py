@@ -166,7 +166,11 @@ def _section(fields: Fields, sizes: Sizes) -> Section:
 def _rope(fields: Fields) -> RopeTable:
     fields.only(*RopeTable.__dataclass_fields__)
     values = _list(fields, "inv_freq")
-    numbers = [float(value) for value in values if isinstance(value, int | float) and 0 <= value <= 1e9]
+    numbers = [
+        float(value)
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e9
+    ]
     factor = fields.number("factor", 0, 1e9)
     if not 0 < len(numbers) == len(values) <= _MAX_TABLE or factor is None:
         raise FieldError(f"{fields.name} must have numbers from 0 to 1e9 as 'inv_freq' and 'factor'")
