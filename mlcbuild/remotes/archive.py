@@ -68,19 +68,23 @@ def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | 
     of blobs. The file `path` appears, or is replaced, once the archive is complete, and stays as it is if
     that fails.
 
-    records: each at most once. signer: signs the records; None: they are not signed. Raises StoreError when a
-    record's files are damaged or missing, UsageError when something else than a file has that name,
-    MlcbuildError when the archive cannot be written.
+    records: a record that occurs twice, as the result of two steps with one key, is written and counted once.
+    signer: signs the records; None: they are not signed. Raises StoreError when a record's files are damaged
+    or missing, UsageError when something else than a file has that name, MlcbuildError when the archive
+    cannot be written.
     """
     if path.exists() and not path.is_file():  # a directory, or a device, which a rename would replace
         raise UsageError(f"{path}: is not a regular file, which an archive replaces: name another one")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     sizes: dict[str, int] = {}
-    count = 0
+    keys: set[str] = set()
     try:
         with tarfile.open(part, "w", format=tarfile.GNU_FORMAT) as archive:
             _add(archive, _FIRST, io.BytesIO(_MARK), len(_MARK))
             for record in records:
+                if record.key in keys:
+                    continue
+                keys.add(record.key)
                 if lost := store.lost(record):
                     raise StoreError(f"{path} was not written: {lost}")
                 for name, digest, size in record.rows:
@@ -89,13 +93,12 @@ def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | 
                         _add_blob(archive, store, Entry(name, digest, size))
                 data = seal(record, signer)
                 _add(archive, f"ac/{record.key}", io.BytesIO(data), len(data))
-                count += 1
         part.replace(path)
     except OSError as error:
         raise MlcbuildError(f"{path}: the archive cannot be written: {error.strerror or error}") from None
     finally:
         part.unlink(missing_ok=True)
-    return Moved(count, len(sizes), sum(sizes.values()))
+    return Moved(len(keys), len(sizes), sum(sizes.values()))
 
 
 def _add(archive: tarfile.TarFile, name: str, source: io.IOBase | BinaryIO, size: int) -> None:

@@ -44,6 +44,15 @@ def test_an_archive_makes_another_store_know_everything(exported: Path, tmp_path
         assert all(member.isreg() for member in tar)
 
 
+def test_a_record_that_occurs_twice_is_written_once(tmp_path: Path) -> None:
+    user = User(tmp_path / "source")
+    record = by_name(user.run())["a"].record
+    assert record is not None
+    moved = archive.write(user.store, [record, record], tmp_path / "x.tar")
+    assert (moved.records, moved.blobs) == (1, 1)
+    assert archive.read(Store(tmp_path / "there"), tmp_path / "x.tar") == moved
+
+
 def members(path: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
     with tarfile.open(path) as tar:
         results = []
