@@ -22,6 +22,8 @@ from mlcbuild.store.store import Store
 
 _MAX_DAMAGED = 3
 """Number of damaged objects after which a remote cache is no longer read in this run."""
+_UPLOADS_CONTINUE = "; uploads to it continue and replace damaged files"
+"""End of the warning that a remote cache, which is also written to, is no longer read."""
 
 
 class SpoiltError(Exception):
@@ -239,7 +241,9 @@ class Link:
             self._warnings.append(f"{self.name}: {subject} is refused: {why}")
             if len(self._damaged) == _MAX_DAMAGED and not self.unread:
                 self.unread = "it holds damaged files"
-                self._warnings.append(f"{self.name} is not used again in this run: {self.unread}")
+                # Uploads replace damaged objects with good ones.
+                uploads = "" if self.unwritten else _UPLOADS_CONTINUE
+                self._warnings.append(f"{self.name} is not read again in this run: {self.unread}{uploads}")
 
     def _fail(self, error: RemoteError, *, writing: bool) -> None:
         with self._guard:

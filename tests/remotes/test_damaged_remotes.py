@@ -79,7 +79,8 @@ def test_a_damaged_record_is_refused_and_its_step_runs(
             assert statuses(result) == BUILT
             assert all("is refused: " in warning for warning in second.warnings()[:3])
             assert second.warnings()[3:] == [
-                f"{address(cache)} is not used again in this run: it holds damaged files"
+                f"{address(cache)} is not read again in this run: it holds damaged files; "
+                "uploads to it continue and replace damaged files"
             ]
 
 

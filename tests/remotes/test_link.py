@@ -13,7 +13,7 @@ import pytest
 from mlcbuild import keyfile
 from mlcbuild.canon import Entry, bytes_digest
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes import Remote, link
+from mlcbuild.remotes import Mode, Remote, link
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.signing import seal
 from mlcbuild.remotes.transport import Body, CancelledError
@@ -116,16 +116,27 @@ def test_a_blob_is_verified(there: Objects, tmp_path: Path) -> None:
     assert not part.exists() and not reader.unread, "one damaged object is no reason to leave a remote"
 
 
-def test_three_damaged_objects_end_the_use_of_a_remote(there: Objects) -> None:
-    reader = Link(Remote(URL))
+@pytest.mark.parametrize(
+    ("mode", "end"),
+    [
+        ("read", ""),
+        ("readwrite", "; uploads to it continue and replace damaged files"),
+    ],
+)
+def test_three_damaged_objects_end_the_reading_of_a_remote(
+    mode: Mode, end: str, there: Objects, built: tuple[Record, Store]
+) -> None:
+    reader = Link(Remote(URL, mode))
     for digit in "012":
         there.objects[f"ac/{digit * 64}"] = b"nonsense"
         assert not reader.unread
         assert reader.record(digit * 64) is None
     assert reader.unread == "it holds damaged files"
-    assert reader.take_warnings()[-1] == f"{URL} is not used again in this run: it holds damaged files"
+    expected = f"{URL} is not read again in this run: it holds damaged files{end}"
+    assert reader.take_warnings()[-1] == expected
     asked = len(there.asked)
     assert reader.record("3" * 64) is None and len(there.asked) == asked
+    assert reader.send(*built, threading.Event()) == bool(end)
 
 
 def test_a_damaged_object_is_replaced(there: Objects, built: tuple[Record, Store]) -> None:

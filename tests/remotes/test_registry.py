@@ -270,7 +270,7 @@ def test_a_tag_of_something_else_is_refused(data: bytes, tmp_path: Path) -> None
         assert statuses(user.run()) == BUILT
         refused = [warning for warning in user.warnings() if " is refused: " in warning]
         assert all("the tag does not name a file of a cache" in text for text in refused)
-        assert len(refused) == 3 and "is not used again in this run" in " ".join(user.warnings())
+        assert len(refused) == 3 and "is not read again in this run" in " ".join(user.warnings())
 
 
 def test_a_blob_that_the_registry_lost_is_sent_anew(registry_server: Server, tmp_path: Path) -> None:
