@@ -127,8 +127,8 @@ def _warn(sentences: Iterable[str]) -> None:
 
 def gc(arguments: argparse.Namespace) -> int:
     """Runs `cache gc`: removes results of build steps from the store that were not used for --unused-days,
-    and the least recently used ones until the store fits into --max-size. Raises UsageError if neither limit
-    is given."""
+    those that alone are larger than --max-size, and the least recently used ones until the rest fits into
+    --max-size. Raises UsageError if neither limit is given."""
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
         raise UsageError("mlcbuild cache gc: name what to remove: --max-size 50GB, --unused-days 30, or both")

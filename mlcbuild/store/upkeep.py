@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -196,13 +196,15 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
     logs, and old copies of records of remote caches. Returns how many records and blobs it removed, 0 for a
     store that does not exist.
 
-    Records not used for `unused_days` go. Of the rest, from the most recently used on, a record goes if its
-    blobs together with those of the records kept before it exceed `max_bytes`. None: no such limit. Logs and
-    copies go if they are older than `unused_days`. It is safe while builds run: then, whatever the limits,
-    records used within KEPT_RECORDS stay (a run marks its records when it plans and repeatedly until it
-    ends), and so do blobs without a record that are younger than KEPT_BLOBS (their record may be about to be
-    written). Planning and publishing wait for gc, and gc waits for them. Raises StoreError if the store
-    cannot be read or written.
+    Records not used for `unused_days` go, and those whose blobs alone exceed `max_bytes`, for which the
+    removal of others makes no room. Of the rest, the least recently used go first, until the blobs of those
+    that stay, each counted once, have at most `max_bytes`; a record whose blobs all belong to more recently
+    used ones stays with them, because its removal frees nothing. None: no such limit. Logs and copies go if
+    they are older than `unused_days`. It is safe while builds run: then, whatever the limits, records used
+    within KEPT_RECORDS stay (a run marks its records when it plans and repeatedly until it ends), and so do
+    blobs without a record that are younger than KEPT_BLOBS (their record may be about to be written).
+    Planning and publishing wait for gc, and gc waits for them. Raises StoreError if the store cannot be read
+    or written.
     """
     if not store.root.exists():
         return Collected(0, 0, 0)
@@ -213,14 +215,49 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
         return _collect(store, unused_days, max_bytes, young)
 
 
+@dataclass
+class _KeptBlobs:
+    """The blobs of the records that garbage collection keeps. Records must be passed from the most recently
+    used one on."""
+
+    limit: float
+    """Maximum total size of the blobs in bytes."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Digest of a blob -> its size in bytes."""
+    total: int = 0
+    is_full: bool = False
+    """True once the blobs of a record exceeded the room that was left. Records used before it then go, too,
+    unless they add no bytes."""
+
+    def has_room(self, record: Record) -> bool:
+        """Returns True if a record fits: it adds no bytes, or it and all more recently used records, except
+        those whose blobs alone exceed the limit, are within it. Sets `is_full` at the first that does not,
+        unless its blobs alone exceed the limit."""
+        sizes = {digest: size for _, digest, size in record.rows}
+        added = self._added(sizes)
+        if added == 0:
+            return True
+        if sum(sizes.values()) > self.limit:
+            return False
+        self.is_full = self.is_full or self.total + added > self.limit
+        return not self.is_full
+
+    def add(self, record: Record) -> None:
+        sizes = {digest: size for _, digest, size in record.rows}
+        self.total += self._added(sizes)
+        self.sizes |= sizes
+
+    def _added(self, sizes: Mapping[str, int]) -> int:
+        return sum(size for digest, size in sizes.items() if digest not in self.sizes)
+
+
 def _collect(
     store: Store, unused_days: float | None, max_bytes: int | None, young: tuple[float, float] | None
 ) -> Collected:
-    """Removes damaged step records, those that were not used for `unused_days`, and, from the most recently
-    used on, each whose blobs together with those of the records kept before it exceed `max_bytes`. Then
-    removes every blob that no record names, partial downloads, and logs and copies of remote caches' records
-    older than `unused_days`. None: no limit. Returns the numbers of removed records and blobs, and the blobs'
-    bytes.
+    """Removes damaged step records, those that were not used for `unused_days`, and those that exceed
+    `max_bytes` by the rule of `gc`. Then removes every blob that no record names, partial downloads, and logs
+    and copies of remote caches' records older than `unused_days`. None: no limit. Returns the numbers of
+    removed records and blobs, and the blobs' bytes.
 
     young: (time, time) in seconds since 1970: records used, and blobs stored or stored again, after these
     times stay in any case; None: no such limit.
@@ -228,25 +265,19 @@ def _collect(
     used, placed = young or (inf, inf)
     cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
     by_use = sorted(_entries(store.root / "ac"), key=lambda path: path.lstat().st_mtime, reverse=True)
-    kept_blobs: dict[str, int] = {}
-    held = removed = 0
+    kept_blobs = _KeptBlobs(inf if max_bytes is None else max_bytes)
+    removed = 0
     for path in by_use:
         record = store.record(path.name)
-        fresh = (
-            {}
-            if record is None
-            else {digest: size for _, digest, size in record.rows if digest not in kept_blobs}
-        )
-        grown = held + sum(fresh.values())
         when = path.lstat().st_mtime
-        old = when < cutoff or (max_bytes is not None and grown > max_bytes)
-        if record is None or (old and when < used):
+        if record is None or (when < used and (when < cutoff or not kept_blobs.has_room(record))):
             remove(path)
             removed += 1
         else:
-            kept_blobs |= fresh
-            held = grown
-    named = ((blob, blob.lstat()) for blob in _entries(store.root / "cas") if blob.name not in kept_blobs)
+            kept_blobs.add(record)
+    named = (
+        (blob, blob.lstat()) for blob in _entries(store.root / "cas") if blob.name not in kept_blobs.sizes
+    )
     blobs = [(blob, stat_result.st_size) for blob, stat_result in named if stat_result.st_ctime < placed]
     for blob, _ in blobs:
         remove(blob)

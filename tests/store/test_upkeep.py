@@ -138,6 +138,32 @@ def test_gc_keeps_the_latest_that_fit(store: Store) -> None:
     assert status(store).bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        ([8, 7, 2], [8]),  # 7 does not fit beside 8, and 2 was used before 7
+        ([5, 5, 5], [5, 5]),
+        ([20, 5], [5]),  # no removal makes room for 20
+        ([6, 20, 4, 1], [6, 4]),
+        ([6, 5, 0], [6, 0]),  # the removal of an empty file frees nothing
+    ],
+)
+def test_gc_removes_the_least_recently_used_first(sizes: list[int], kept: list[int], tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    names = [f"text/{index}" for index in range(len(sizes))]
+    steps = [
+        Step(name, "tests.actions:text", {"text": str(index) * size}, {})
+        for index, (name, size) in enumerate(zip(names, sizes, strict=True))
+    ]
+    assert execute(Graph(steps), store, INLINE).ok
+    for age, name in enumerate(names):
+        os.utime(record_path(store, name), (STAMP - age, STAMP - age))
+    gc(store, max_bytes=10)
+    left = [size for name, size in zip(names, sizes, strict=True) if record_path(store, name).exists()]
+    assert left == kept
+    assert verify(store).ok and status(store).bytes == sum(kept)
+
+
 def test_gc_beside_a_run_leaves_what_was_used_lately(store: Store) -> None:
     os.utime(record_path(store, "weights/b"), (STAMP, STAMP))
     stray = store.root / "cas" / "00" / ("0" * 64)
