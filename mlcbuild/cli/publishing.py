@@ -27,7 +27,7 @@ def publish(arguments: argparse.Namespace) -> int:
     Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless. If the build fails,
     nothing is sent and the code is the build's. With --dry-run the plan is printed and nothing is built or
     sent. Raises UsageError for a destination that is wrong, missing, or given for a recipe, which lists its
-    own; BundleError for a damaged bundle, after those before it were sent.
+    own, and for --dry-run with a bundle; BundleError for a damaged bundle, after those before it were sent.
     """
     for url in arguments.to:
         if problem := fault(url, writing=True):
@@ -53,6 +53,10 @@ def _publish_bundle(arguments: argparse.Namespace) -> int:
     if not arguments.to:
         raise UsageError(
             "mlcbuild publish: the destination is missing: mlcbuild publish BUNDLE --to oci://host/name:tag"
+        )
+    if arguments.dry_run:
+        raise UsageError(
+            "mlcbuild publish: --dry-run prints the plan of a recipe; a bundle has none: leave it out to send"
         )
     return _conclude(arguments, publish_bundle(arguments.recipe, arguments.to, _printing(arguments)), {})
 

@@ -299,4 +299,6 @@ def test_the_command_line_says_what_is_missing(tiny_bundles: Path, tmp_path: Pat
     assert "--to applies to a bundle; a recipe" in stderr(2, "publish", recipe, "--to", "hf://a/b")
     assert "the destination is missing: mlcbuild publish BUNDLE --to" in stderr(2, "publish", bundle)
     assert "--to 'x' must start with oci://" in stderr(2, "publish", bundle, "--to", "x")
+    dry = stderr(2, "publish", bundle, "--to", "oci://localhost:1/a:b", "--dry-run")
+    assert "--dry-run prints the plan of a recipe; a bundle has none" in dry, "nothing is sent"
     assert "mlcbuild pull: 'x' must start with oci://" in stderr(2, "pull", "x")
