@@ -59,8 +59,9 @@ def machine_words() -> str:
 def _by_name(name: str, options: InstallOptions) -> Path:
     """Returns the directory of the bundle of the installed model called `name`. The bundle is built or
     downloaded again if it is missing or its checkpoint has changed. If the options name another scheme, the
-    bundle with that scheme is built unless it is installed. Raises UsageError if there is no such model,
-    SetupError if this machine's system is not supported, and the error of a build or download that fails."""
+    bundle with that scheme is built unless it is installed. Raises UsageError if there is no such model, or
+    if a scheme is named for a downloaded bundle, SetupError if this machine's system is not supported, and
+    the error of a build or download that fails."""
     installed_models = entries.read(options.root)
     entry = next((entry for entry in installed_models if entry.name == name), None)
     if entry is None:
@@ -69,7 +70,7 @@ def _by_name(name: str, options: InstallOptions) -> Path:
         names = did_you_mean(name, [entry.name for entry in installed_models])
         installed = f"; installed models: {names.removeprefix('known: ')}" if installed_models else ""
         raise UsageError(f"'{name}' is not here: {_NAMES}{installed}")
-    if entry.scheme and options.scheme not in (None, entry.scheme):
+    if options.scheme not in (None, entry.scheme):
         return _installed(entry.source, options)
     return _installed(entry.source, replace(options, scheme=entry.scheme or None))
 

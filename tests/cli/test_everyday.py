@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlcbuild.cli import everyday, main
+from mlcbuild.errors import UsageError
 from mlcbuild.installed import entries
 from mlcbuild.installed.default_scheme import choose_scheme, parameter_count
 from mlcbuild.installed.entries import InstallOptions
@@ -207,6 +208,17 @@ def test_rm_names_what_is_installed(tmp_path: Path, capsys: Out, monkeypatch: py
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path))
     assert main(["rm", "nosuch"]) == 2
     assert capsys.readouterr().err == "'nosuch' is not installed: mlcbuild list shows what is\n"
+
+
+@pytest.mark.parametrize("name", ["tiny-v1", "oci://host/tiny:v1"])
+def test_a_published_bundle_gets_no_other_scheme(name: str, tmp_path: Path) -> None:
+    entry = entries.InstalledModel(tmp_path / entries.DIRECTORY / "tiny-v1", "oci://host/tiny:v1")
+    entry.bundle.mkdir(parents=True)
+    (entry.bundle / entries.MANIFEST).write_text("{}")
+    entry.write()
+    assert bundles(name, InstallOptions(tmp_path)) == (entry.bundle,)
+    with pytest.raises(UsageError, match="it is a published bundle, which has its scheme: leave --scheme"):
+        bundles(name, InstallOptions(tmp_path, "q8a8_1"))
 
 
 def test_two_sources_of_one_name_have_entries_of_their_own(tmp_path: Path) -> None:
