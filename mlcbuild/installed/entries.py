@@ -163,13 +163,13 @@ def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
 def place(root: Path, source: str, scheme: str, target: str) -> Path:
     """Returns the directory for an installed model in the store at `root`, and creates nothing. Its name
     comes from the source and the scheme; a number ("-2", "-3" and so on) is appended if another source or
-    machine already uses that name. A model with the same source, scheme and machine has the same
-    directory."""
+    machine already uses that name, in upper or lower case, since many filesystems do not tell them apart. A
+    model with the same source, scheme and machine has the same directory."""
     base_name = slug(source)
     name = f"{base_name}-{scheme}" if scheme else base_name
-    others = {entry.name: entry for entry in read(root)}
+    others = {entry.name.lower(): (entry.source, entry.target) for entry in read(root)}
     number, chosen = 2, name
-    while chosen in others and (others[chosen].source, others[chosen].target) != (source, target):
+    while others.get(chosen.lower(), (source, target)) != (source, target):
         number, chosen = number + 1, f"{name}-{number}"
     return root / DIRECTORY / chosen
 

@@ -228,11 +228,12 @@ def test_two_sources_of_one_name_have_entries_of_their_own(tmp_path: Path) -> No
         entries.InstalledModel(path, source, "q4a8_1", "here").write()
         return path
 
-    paths = [keep(f"/{place}/tiny") for place in ("a", "b")]
-    assert [path.name for path in paths] == ["tiny-q4a8_1", "tiny-q4a8_1-2"]
+    paths = [keep(source) for source in ("/a/tiny", "/b/tiny", "/c/Tiny")]
+    assert [path.name for path in paths] == ["tiny-q4a8_1", "tiny-q4a8_1-2", "Tiny-q4a8_1-3"]
     assert entries.place(tmp_path, "/a/tiny", "q4a8_1", "here") == paths[0]
     (paths[0] / "installed.json").write_text("[]")
-    assert [entry.source for entry in entries.read(tmp_path)] == ["/b/tiny"], "a damaged entry is left out"
+    left = {entry.source for entry in entries.read(tmp_path)}
+    assert left == {"/b/tiny", "/c/Tiny"}, "a damaged entry is left out"
 
 
 @pytest.mark.parametrize(
