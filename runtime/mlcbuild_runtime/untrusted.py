@@ -68,7 +68,8 @@ def check(path: Path, manifest: Manifest) -> None:
     loaded successfully before, and records in the user's cache directory the parts that could be loaded.
     Raises BundleError if one cannot, SetupError if this machine cannot run the bundle or start a process."""
     notes = {part: _note(part, manifest) for part in _parts(manifest)}
-    new = [part for part, note in notes.items() if note is None or not note.exists()]
+    # Path.exists raises PermissionError below a directory that another account owns; os.path.exists does not.
+    new = [part for part, note in notes.items() if note is None or not os.path.exists(note)]  # noqa: PTH110
     if not new:
         return
     passed, fault = _try(path, new)

@@ -121,6 +121,16 @@ def test_a_directory_that_may_not_be_read(toy_copy: Path) -> None:
         toy_copy.chmod(0o755)
 
 
+def test_a_cache_directory_that_cannot_be_read_is_not_used(
+    toy_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may read every directory, but no account one with so long a name.
+    monkeypatch.setenv("XDG_CACHE_HOME", f"/{'x' * 300}")
+    manifest = bundle.read(toy_copy)
+    untrusted.check(toy_copy, manifest)
+    untrusted.check(toy_copy, manifest)
+
+
 TEXTS: list[tuple[bytes, str]] = [
     (b"[" * 100_000, "nested too deeply"),
     (b"[" * 500 + b"]" * 500, "nested too deeply: at most 64"),
