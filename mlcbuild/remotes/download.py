@@ -38,19 +38,16 @@ def download(
     """
     name = f"cas/{entry.digest}"
     with _Part(part, entry.size) as target:
-        pieces = 1 if target.have else 0
-        while True:
+        # Bytes of different requests may have different origins, so the blob is downloaded once more then.
+        for is_mixed in (target.have > 0, False):
             if not _complete(transport, name, target, stop, on_bytes):
                 return False
-            pieces += target.requests
             if target.hexdigest() == entry.digest:
                 return True
-            if pieces < 2:
+            if not is_mixed and target.requests < 2:
                 break
-            # The parts may have different origins, so the blob is downloaded again in one piece.
             target.restart()
-            pieces = 0
-    part.unlink()
+    part.unlink(missing_ok=True)
     raise DamagedError("its content does not match its digest")
 
 

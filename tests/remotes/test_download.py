@@ -6,9 +6,16 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
+
+import pytest
 
 from mlcbuild.build.execute import Options
 from mlcbuild.build.graph import Graph
+from mlcbuild.canon import Entry, bytes_digest
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes.download import download
+from mlcbuild.remotes.transport import Body, DamagedError
 from mlcbuild.store.upkeep import verify
 from tests.caches import Cache, Handler, serving
 from tests.remotes.users import BIG, User, statuses, step
@@ -29,6 +36,38 @@ def drops(count: int) -> Callable[[Handler], bool]:
         return True
 
     return fault
+
+
+class Blob:
+    """A transport for a remote with one blob. breaks_after: number of bytes after which an answer that begins
+    at offset 0 breaks off; 0 for none. Ends the test when a download goes on for ever."""
+
+    def __init__(self, data: bytes, breaks_after: int = 0) -> None:
+        self.starts: list[int] = []
+        self._data = data
+        self._breaks_after = breaks_after
+
+    def open(self, name: str, start: int = 0) -> Body:
+        assert len(self.starts) < 10
+        self.starts.append(start)
+        breaks_off = self._breaks_after > 0 and start == 0
+        pieces = iter([self._data[start : self._breaks_after if breaks_off else None]])
+
+        def read() -> bytes:
+            if (piece := next(pieces, None)) is None and breaks_off:
+                raise RemoteError("it closed the connection")
+            return piece or b""
+
+        return Body(start, read, lambda: None)
+
+    def size(self, name: str) -> int:
+        return len(self._data)
+
+    def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        return
 
 
 def test_a_download_goes_on_where_it_broke_off(address: Callable[[Cache], str], tmp_path: Path) -> None:
@@ -59,6 +98,22 @@ def test_a_download_goes_on_where_an_earlier_run_ended(tmp_path: Path) -> None:
             assert statuses(second.run(BIG)) == {"big": "reused"}
             assert [h["Range"] for h in cache.headers if "Range" in h] == ranges
             assert second.warnings() == [] and verify(second.store).ok
+
+
+def test_a_damaged_partial_download_of_full_length_is_not_the_remotes_fault(tmp_path: Path) -> None:
+    blob, part = Entry("big", bytes_digest(b"right"), 5), tmp_path / "part"
+    part.write_bytes(b"wrong")
+    remote = Blob(b"right")
+    assert download(remote, blob, part, threading.Event(), lambda count: None)
+    assert remote.starts == [0] and part.read_bytes() == b"right"
+
+
+def test_a_wrong_blob_whose_answers_break_off_is_downloaded_twice(tmp_path: Path) -> None:
+    blob, part = Entry("big", bytes_digest(b"right"), 5), tmp_path / "part"
+    remote = Blob(b"wrong", breaks_after=3)
+    with pytest.raises(DamagedError, match=r"^its content does not match its digest$"):
+        download(remote, blob, part, threading.Event(), lambda count: None)
+    assert remote.starts == [0, 3, 0, 3] and not part.exists()
 
 
 def test_a_server_without_ranges_will_do(tmp_path: Path) -> None:
