@@ -93,6 +93,10 @@ def test_the_runtime_is_the_bundle_s_then_the_named_one(
     monkeypatch.setenv(RUNTIME_VARIABLE, str(named))
     with pytest.raises(SetupError, match=rf"^{RUNTIME_VARIABLE} is '.*named\.so', which is not a file$"):
         find_runtime(tmp_path, MANIFEST)
+    monkeypatch.setenv(RUNTIME_VARIABLE, f"/{'x' * 300}.so")
+    with pytest.raises(SetupError, match=rf"^{RUNTIME_VARIABLE} is '/x+\.so', which is not a file$"):
+        find_runtime(tmp_path, MANIFEST)
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(named))
     named.touch()
     assert find_runtime(tmp_path, MANIFEST) == named
     brings = replace(MANIFEST, files={f"lib/{name}": File("0", 0)})
