@@ -39,12 +39,13 @@ def _size(keys: GgufKeys) -> int:
     return keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length"))
 
 
-def _dense_layers(keys: GgufKeys) -> list[int]:
-    """Returns the indices of those layers of the model in a GGUF file that have no router, and so no
-    experts.
+def _layers(keys: GgufKeys, *, sparse: bool) -> list[int]:
+    """Returns the indices of those layers of the model in a GGUF file that have a router of experts, if
+    `sparse` is True, or else of those that have none. A file may state any number of layers, so at most as
+    many as it has tensors are looked at.
     """
     layers = range(min(keys.integer("block_count"), len(keys.gguf.tensors)))
-    return [index for index in layers if not keys.has_tensor(f"blk.{index}.ffn_gate_inp.weight")]
+    return [index for index in layers if keys.has_tensor(f"blk.{index}.ffn_gate_inp.weight") == sparse]
 
 
 def _leading_dense(keys: GgufKeys) -> int:
@@ -52,7 +53,7 @@ def _leading_dense(keys: GgufKeys) -> int:
     of a GGUF file's tensors, because some files lack the metadata key for it.
     """
     keys.count("leading_dense_block_count")
-    dense = _dense_layers(keys)
+    dense = _layers(keys, sparse=False)
     return next((number for number, index in enumerate(dense) if number != index), len(dense))
 
 
@@ -78,7 +79,7 @@ def _qwen2_moe(keys: GgufKeys) -> Fields:
         ),
         "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", dense),
         "norm_topk_prob": False,
-        "mlp_only_layers": _dense_layers(keys),
+        "mlp_only_layers": _layers(keys, sparse=False),
         "qkv_bias": keys.has_bias("attn_q"),
     }
 
@@ -89,7 +90,7 @@ def _qwen3_moe(keys: GgufKeys) -> Fields:
         "model_type": "qwen3_moe",
         "moe_intermediate_size": _size(keys),
         "norm_topk_prob": True,
-        "mlp_only_layers": _dense_layers(keys),
+        "mlp_only_layers": _layers(keys, sparse=False),
         "attention_bias": keys.has_bias("attn_q"),
     }
 
@@ -225,20 +226,19 @@ def _ernie4_5_moe(keys: GgufKeys) -> Fields:
     experts is computed from the size of their tensors, because converters write a wrong size. If the file
     states another number of them, a problem is recorded in `keys`, the reader of the file's metadata.
     """
-    size, dense = _size(keys), _dense_layers(keys)
+    size = _size(keys)
     keys.get("expert_shared_feed_forward_length")
     shared = keys.gguf.tensors.get(f"blk.{_leading_dense(keys)}.ffn_up_shexp.weight")
     count = 0 if shared is None else shared.shape[0] // size
     if keys.get("expert_shared_count") is not None and keys.count("expert_shared_count") != count:
         keys.refuse("expert_shared_count", f"must be {count}, as the tensors have it")
-    sparse = [index for index in range(keys.integer("block_count")) if index not in dense]
     return {
         **_counts(keys),
         "model_type": "ernie4_5_moe",
         "moe_intermediate_size": size,
         "moe_num_shared_experts": count,
         "moe_layer_start_index": _leading_dense(keys),
-        "moe_layer_end_index": max(sparse, default=-1),
+        "moe_layer_end_index": max(_layers(keys, sparse=True), default=-1),
         "moe_layer_interval": keys.integer("interleave_moe_layer_step", 1),
     }
 

@@ -131,6 +131,11 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"expert_shared_feed_forward_length": 41},
         "hunyuan-moe.expert_shared_feed_forward_length: must be 40, like feed_forward_length; use the orig",
     ),
+    "layers": (
+        "ernie4_5_moe",
+        {"block_count": (1 << 32) - 1},
+        "num_hidden_layers: must be an integer from 1 to 4096, found 4294967295",
+    ),
     "latent": (
         "deepseek_v2",
         {"attention.kv_lora_rank": None},
