@@ -201,9 +201,15 @@ def read_tensors(path: Path) -> dict[str, PackedTensor | ComputedTensor]:
 def _packed(tensor: Tensor, name: str, shift: float, heads: int) -> PackedTensor:
     """Returns a tensor of a GGUF file with the functions that decode its blocks. name: its name in
     transformers; shift: the number that is added to each weight; heads: number of heads whose rows are stored
-    in pairs.
+    in pairs. Raises CheckpointError for a quantized vector, which llama.cpp cannot compute with either; the
+    gate of shared experts is a matrix with one row.
     """
     block = next(item for item in TYPES.values() if item.name == tensor.dtype)
+    if block.weights > 1 and len(tensor.shape) == 1 and not name.endswith("shared_expert_gate.weight"):
+        raise CheckpointError(
+            f"{tensor.path}: tensor '{shown(tensor.name)}' is a vector of the type {tensor.dtype}; vectors "
+            "must not be quantized: use another file, or convert the model again"
+        )
     decode = partial(_decode, block, shift)
     own_blocks = partial(unpack, kind=block) if block.weights > 1 and not shift else None
     place = (tensor.path, tensor.start, tensor.size)

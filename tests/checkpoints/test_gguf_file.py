@@ -254,6 +254,22 @@ def test_any_rows_of_a_tensor_in_pairs(tmp_path: Path, start: int, count: int, k
         np.testing.assert_array_equal(rows.wide(source, start, start + count), ordered[start : start + count])
 
 
+def test_a_quantized_vector_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(str(path), "qwen2")
+    writer.add_tensor("output_norm.weight", np.zeros(34, np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError) as caught:
+        read_tensors(path)
+    assert str(caught.value) == (
+        f"{path}: tensor 'output_norm.weight' is a vector of the type Q8_0; vectors must not be quantized: "
+        "use another file, or convert the model again"
+    )
+
+
 def _quantized(values: np.ndarray, kind: str) -> np.ndarray:
     number = gguf.GGMLQuantizationType[kind]
     try:
