@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from mlcbuild.build import cluster
 from mlcbuild.build.cluster import client
 from mlcbuild.build.graph import Step
+from mlcbuild.build.worker import Job, JobInput
+from mlcbuild.canon import Entry, bytes_digest
 from mlcbuild.errors import SetupError, UsageError
+from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.store.store import Store
 from tests.build.cluster_runs import TEXT, Run
 from tests.cluster import Cluster, started
 
@@ -74,6 +80,18 @@ def test_a_scheduler_without_workers_and_none_at_all(tmp_path: Path, monkeypatch
     lonely = pytest.raises(SetupError, match="has no worker: start one with `mlcbuild worker dask://127")
     with started(tmp_path / "cluster") as actual, lonely:
         Run(actual, tmp_path)([step])
+
+
+def test_one_source_is_given_to_several_steps_in_a_common_store(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    entry = Entry("model.bin", bytes_digest(b"weights"), 7)
+    job = SimpleNamespace(inputs=[JobInput("checkpoint", (entry,), tmp_path)])
+    with store.staging() as staging:
+        giver = object.__new__(client.Cluster)
+        giver._sharing, giver._staging = Sharing(store), staging
+        assert [giver._give(cast(Job, job), {entry.digest}, True) for _ in range(3)] == ["", "", ""]
+        assert store.holds(entry.digest, entry.size) and not list(staging.directory.iterdir())
 
 
 def test_without_dask_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,17 +348,17 @@ class Cluster:
                 if entry.digest not in lacking:
                     continue
                 lacking.discard(entry.digest)
-                place = (
-                    store.blob(entry.digest) if job_input.root is None else Path(job_input.root, entry.path)
-                )
+                place = Path(job_input.root, entry.path) if job_input.root else store.blob(entry.digest)
                 is_available = job_input.root is not None or store.holds(entry.digest, entry.size)
                 why = "" if is_available else self._sharing.fetch(entry, self._stop, lambda _: None)
                 if why:
                     return f"{job_input.argument}/{entry.path} is not available: {why}"
                 if same_store:
-                    part = self._staging.directory / f"give-{entry.digest}"
+                    # Two threads may give one file, and `put_blob` leaves a file that the store has.
+                    part = self._staging.directory / f"give-{os.urandom(8).hex()}"
                     copy(place, part)
                     store.put_blob(entry.digest, part)
+                    part.unlink(missing_ok=True)
                 elif not self._sharing.offer(entry, place, self._stop):
                     return f"{job_input.argument}/{entry.path} cannot be sent to a remote that workers read"
         return ""
