@@ -21,6 +21,16 @@ A: dict[str, Json] = {"type": "object", "properties": {"a": INTEGER}, "required"
 B: dict[str, Json] = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}
 X: Json = {"$ref": "#/$defs/x"}
 SHUT: dict[str, Json] = {**A, "additionalProperties": False}
+COMPOSED: list[dict[str, Json]] = [
+    {"allOf": [X, B], "$defs": {"x": {"$ref": "#/$defs/y"}, "y": A}},
+    {"allOf": [X, B], "$defs": {"x": {"anyOf": [A, {"type": "null"}]}}},
+    {"allOf": [X, B], "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/y"}]}, "y": A}},
+    {**B, "$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": A}},
+    {"allOf": [{"$ref": "#/$defs/x~1y"}, B], "$defs": {"x/y": A}},
+    {"allOf": [{"$ref": "#/$defs/x%5By%5D"}, B], "$defs": {"x[y]": A}},
+    {"allOf": [{"$ref": "x"}, B], "$defs": {"x": {**A, "$id": "x"}}},
+    {"allOf": [B], "anyOf": [A, {"type": "null"}]},
+]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +55,11 @@ SHUT: dict[str, Json] = {**A, "additionalProperties": False}
 )
 def test_objects_are_closed(schema: dict[str, Json], expected: dict[str, Json]) -> None:
     assert closed(schema) == expected
+
+
+@pytest.mark.parametrize("schema", COMPOSED)
+def test_parts_of_an_object_stay_open(schema: dict[str, Json]) -> None:
+    assert closed(schema) == schema
 
 
 @pytest.mark.parametrize("seed", range(4))
