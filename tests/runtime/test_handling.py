@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -96,6 +97,20 @@ def test_fields_are_dropped_only_with_lenient(caplog: pytest.LogCaptureFixture) 
         assert not caplog.messages
         assert parsed(handler(lenient=True), body) == {"model": "m", "max_tokens": 3}
     assert caplog.messages == [f"{CHAT}: dropped fields: colour"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kept"),
+    [
+        ("/v1/messages", {"thinking": {"type": "disabled"}, "odd": 1}, {"thinking": {"type": "disabled"}}),
+        ("/completion", {"n_predict": 3, "odd": 1}, {"max_tokens": 3}),
+        ("/completion", {"max_tokens": 3}, {"max_tokens": 3}),
+    ],
+)
+def test_lenient_keeps_the_fields_of_an_endpoint(
+    path: str, body: dict[str, Json], kept: dict[str, Json]
+) -> None:
+    assert parsed(handler(lenient=True), json.dumps(body).encode(), path) == kept
 
 
 def test_a_body_has_the_maximum_size_of_the_options() -> None:

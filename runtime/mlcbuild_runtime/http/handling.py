@@ -64,7 +64,9 @@ class RequestHandling:
             if not self._access.lenient or table is None:
                 yield body
                 return
-            supported, dropped = without_unknown(translated(body), table)
+            # Only endpoints with OpenAI's response_format translate fields of other servers.
+            fields = translated(body) if "response_format" in table else body
+            supported, dropped = without_unknown(fields, table)
             if dropped:
                 log.warning("%s: dropped fields: %s", path, ", ".join(name[:60] for name in dropped[:20]))
             yield supported

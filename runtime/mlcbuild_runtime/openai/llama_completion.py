@@ -29,6 +29,8 @@ TABLE: Table = {
 }
 """Fields of llama.cpp's /completion that this server's API document lists: name -> schema and description.
 Other fields are accepted only with values that change nothing."""
+ACCEPTED: Table = {**TABLE, "max_tokens": api.COMMON["max_tokens"]}
+"""All fields of llama.cpp's /completion: the listed ones, and those to which they are translated."""
 
 
 def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
@@ -37,7 +39,7 @@ def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
     of other fields are not checked yet."""
     fields = translated(body)
     unknown = {key: value for key, value in fields.items() if key not in api.COMPLETION or key in _OWN[:2]}
-    checked(unknown, {**TABLE, "max_tokens": api.COMMON["max_tokens"]})
+    checked(unknown, ACCEPTED)
     return fields
 
 
