@@ -27,8 +27,9 @@ all other threads, including the event loop; over a whole body of 8 MB it would 
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _WHOLE_TEXTS = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-_VAST = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
-_LONGEST_MATCH = 300
+# Without either, a number has less than 200 digits and an exponent below 100: it is less than 1e299.
+_VAST = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{200}")
+_LONGEST_MATCH = 200
 """Maximum length, in bytes, of a match of _HALF (half of a surrogate pair) or _VAST (a number that may be
 infinite as a float) in a request body: the parts of the body that are searched overlap by as many bytes."""
 
