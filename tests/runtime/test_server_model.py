@@ -96,7 +96,24 @@ def test_whatever_a_server_sends_is_a_sentence(
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("url", ["http://[x", "http://[::1", "http://a:b", "http://a:99999"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[x",
+        "http://[::1",
+        "http://a:b",
+        "http://a:99999",
+        "http://127.0.0.1:1/ü",
+        "http://a..b",
+        f"http://{'a' * 70}",
+    ],
+)
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(ServingError, match="is not the address of a server"):
         answered(url)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "€"])
+def test_a_key_that_no_request_can_carry(key: str) -> None:
+    with pytest.raises(ServingError, match="correct --api-key or MLCBUILD_API_KEY"):
+        ServerModel.connect("http://127.0.0.1:1", key)

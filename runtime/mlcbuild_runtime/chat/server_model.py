@@ -172,7 +172,8 @@ class ServerModel:
         self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Json] | None
     ) -> HTTPResponse:
         """Sends an HTTP request to the server of a chat and returns its response. Raises SetupError if the
-        server cannot be reached, RequestError for any status but 200."""
+        server cannot be reached, RequestError for any status but 200, and for a key or an address that cannot
+        be sent."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -186,11 +187,23 @@ class ServerModel:
                     text = response.read(_LARGEST)
         except (OSError, HTTPException) as error:
             raise SetupError(f"{self.url} cannot be reached: {_reason(error)}") from None
+        except ValueError:
+            raise self._unsendable() from None
         if response.status == 401:
             raise RequestError(f"{self.url} requires a key: pass --api-key, or set MLCBUILD_API_KEY")
         if response.status != 200:
             raise RequestError(f"{self.url} answers {response.status}: {_refusal(text)}")
         return response
+
+    def _unsendable(self) -> RequestError:
+        """Returns the error for a request that http.client refuses to send, because of the key or the
+        address."""
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
+            return RequestError(
+                "the API key has a line break or a letter outside of ASCII, which a request cannot carry:"
+                " correct --api-key or MLCBUILD_API_KEY"
+            )
+        return RequestError(f"'{self.url}' is not the address of a server")
 
 
 def _parts(delta: Mapping[str, Json]) -> Generator[AnswerPart, None, None]:
