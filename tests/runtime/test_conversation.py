@@ -175,6 +175,15 @@ def test_a_conversation_is_saved_to_a_new_file(tmp_path: Path) -> None:
     assert "é" in text
 
 
+def test_no_file_name_and_no_text_ends_the_chat(tmp_path: Path) -> None:
+    chat, _, out = conversation()
+    chat.system, deep = "\udcff", "[" * 100_000
+    run(chat, "/save a\0b", f"/save {tmp_path}/a.json", f"/set stop {deep}")
+    assert out.getvalue().startswith("a file name cannot contain the character NUL\n")
+    assert json.loads((tmp_path / "a.json").read_text())["messages"][0]["content"] == "\udcff"
+    assert chat.settings == {"stop": deep}
+
+
 def piped_chat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, options: ChatOptions) -> Scripted:
     """Runs a terminal chat to its end, with a file that contains `text` as its standard input. Returns the
     scripted model that answered; its attribute `code` is the chat's exit code."""

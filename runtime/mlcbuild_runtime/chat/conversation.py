@@ -140,11 +140,14 @@ class Conversation:
             return "usage: /save FILE"
         document = {"model": self.model.name, **self.settings, "messages": self._with_system(self.history)}
         try:
-            with Path(name).open("x", encoding="utf-8") as file:
+            # In JSON the backslash escape of an unpaired surrogate means that surrogate.
+            with Path(name).open("x", encoding="utf-8", errors="backslashreplace") as file:
                 json.dump(document, file, indent=2, ensure_ascii=False)
                 file.write("\n")
         except OSError as error:
             return f"{name} cannot be written: {error.strerror}"
+        except ValueError:
+            return "a file name cannot contain the character NUL"
         return f"{name}: {len(self.history)} messages"
 
     def _reset(self) -> str:
@@ -184,7 +187,7 @@ def _value(text: str) -> Json:
     otherwise. "" gives None, which removes the setting."""
     try:
         setting: Json = json.loads(text) if text else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return setting
 
