@@ -125,8 +125,9 @@ def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert history_path() == tmp_path / ".local/state/mlcbuild/chat_history"
     monkeypatch.setenv(HISTORY_VARIABLE, "~/h")
     assert history_path() == tmp_path / "h"
-    monkeypatch.setenv(HISTORY_VARIABLE, "")
-    assert history_path() is None
+    for nowhere in ("", "~nobody-of-this-name/h"):
+        monkeypatch.setenv(HISTORY_VARIABLE, nowhere)
+        assert history_path() is None
 
 
 def test_a_typed_line_has_a_prompt_and_survives_bad_bytes(

@@ -126,13 +126,14 @@ def _save_history() -> None:
 
 def history_path() -> Path | None:
     """Returns the path of the file with the chat's input history: $MLCBUILD_CHAT_HISTORY, or a file in the
-    user's state directory; None if the variable is set to ""."""
-    chosen = os.environ.get(HISTORY_VARIABLE)
-    if chosen is not None:
-        return Path(chosen).expanduser() if chosen else None
+    user's state directory; None if the variable is set to "", or for a user without a home directory."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    directory = base if base.is_absolute() else Path("~/.local/state").expanduser()
-    return directory / "mlcbuild" / "chat_history"
+    directory = base if base.is_absolute() else "~/.local/state"
+    chosen = os.environ.get(HISTORY_VARIABLE, f"{directory}/mlcbuild/chat_history")
+    try:
+        return Path(chosen).expanduser() if chosen else None
+    except RuntimeError:
+        return None
 
 
 @contextlib.contextmanager
