@@ -35,5 +35,5 @@ FAMILY = Family(
     "dots1",
     "Dots1ForCausalLM",
     _read,
-    config=ConfigRules(kv_heads_optional=True),
+    config=ConfigRules(defaults={"num_key_value_heads": 32}),
 )

@@ -42,9 +42,8 @@ FAMILY = Family(
     _read,
     RopeRules(theta=5e5, interleaved=True),
     config=ConfigRules(
-        kv_heads_optional=True,
         tied=True,
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 4},
         spellings={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
     ),
     tensors=TensorRules(

@@ -1,5 +1,4 @@
-"""The model family Falcon, with new_decoder_architecture or without: LayerNorm, plain MLP, rotary or
-ALiBi."""
+"""The model family Falcon, with both decoder architectures: LayerNorm, plain MLP, rotary or ALiBi."""
 
 from __future__ import annotations
 

@@ -35,6 +35,6 @@ FAMILY = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     _read,
-    RopeRules(partial=1.0),
+    RopeRules(partial=0.5),
     tensors=TensorRules(unused=r"model\.layers\.{layers}\..*"),
 )

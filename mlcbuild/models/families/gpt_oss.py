@@ -39,8 +39,8 @@ FAMILY = Family(
     RopeRules(theta=150000.0),
     config=ConfigRules(
         head_dim=64,
-        kv_heads_optional=True,
-        defaults={"rms_norm_eps": 1e-5, "num_local_experts": 128, "num_experts_per_tok": 4},
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4},
     ),
     tensors=TensorRules(
         {

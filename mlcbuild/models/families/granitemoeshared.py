@@ -9,7 +9,7 @@ from mlcbuild.models.fields import Fields
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:
-    return read(fields, common, fields.integer("shared_intermediate_size", 1024, low=0, high=2**22))
+    return read(fields, common, fields.integer("shared_intermediate_size", 0, low=0, high=2**22))
 
 
 FAMILY = Family(

@@ -11,6 +11,7 @@ from mlcbuild.models.experts import Router
 from mlcbuild.models.family import Common, ConfigRules, Family, Names, TensorRules, same_window, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
+from mlcbuild.models.rope import RopeRules
 
 NAMES: Names = {
     "mlp.router.weight": ("block_sparse_moe.gate.weight",),
@@ -34,6 +35,7 @@ FAMILY = Family(
     "mixtral",
     "MixtralForCausalLM",
     _read,
-    config=ConfigRules(kv_heads_optional=True),
+    RopeRules(theta=1e6),
+    config=ConfigRules(defaults={"num_key_value_heads": 8}),
     tensors=TensorRules(NAMES),
 )

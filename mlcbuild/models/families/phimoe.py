@@ -32,7 +32,7 @@ FAMILY = Family(
     "PhimoeForCausalLM",
     _read,
     RopeRules(types=("default", "longrope"), theta=1e6, extensions=("mscale",)),
-    config=ConfigRules(kv_heads_optional=True, norm=LayerNorm(1.0), defaults={"rms_norm_eps": 1e-5}),
+    config=ConfigRules(norm=LayerNorm(1.0), defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8}),
     tensors=TensorRules(mixtral.NAMES),
     remote_code=True,
 )

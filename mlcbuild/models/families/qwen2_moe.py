@@ -45,7 +45,7 @@ FAMILY = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     _read,
-    config=ConfigRules(kv_heads_optional=True),
+    config=ConfigRules(defaults={"num_key_value_heads": 16}),
     tensors=TensorRules(
         {
             "mlp.shared.gate_up.weight": (

@@ -34,5 +34,5 @@ FAMILY = Family(
     "SmolLM3ForCausalLM",
     _read,
     RopeRules(theta=2e6),
-    config=ConfigRules(tied=True, kv_heads_optional=True, defaults={"rms_norm_eps": 1e-6}),
+    config=ConfigRules(tied=True, defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 4}),
 )
