@@ -32,6 +32,10 @@ _GGUF = ".gguf"
 NAME_LIMIT = 255
 """Maximum length in bytes of one component of a path, a limit of common filesystems."""
 
+_NAME = "[A-Za-z0-9_]([A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+"""Matches an organisation, or the name of a repository in it, by the rule of huggingface_hub: at most 96
+characters each, of which the first and the last are no dot and no hyphen."""
+
 Result = TypeVar("Result")
 
 
@@ -88,8 +92,8 @@ def parse_source(text: str) -> HubSource | None:
     if place.endswith(_GGUF):
         organisation, name, file = [*place.split("/", 2), "", ""][:3]
         repo = f"{organisation}/{name}" if file else place
-    part = "[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_])?"
-    if not re.fullmatch(f"{part}(/{part})?", repo) or "--" in repo or ".." in repo or len(repo) > 96:
+    is_name = re.fullmatch(f"{_NAME}(/{_NAME})?", repo) and not repo.endswith(".git")
+    if not is_name or "--" in repo or ".." in repo:
         raise UsageError(f"source '{text}': '{repo}' is not the name of a repository; {form}")
     if at and (not re.fullmatch("[A-Za-z0-9._+-]+(/[A-Za-z0-9._+-]+)*", revision) or ".." in revision):
         raise UsageError(f"source '{text}': '{revision}' is not a branch, tag or commit; {form}")
