@@ -212,7 +212,10 @@ class Registry:
         the same server, because it is sent with credentials. Raises RemoteError otherwise.
         """
         parts = _joined(f"{self.place.address}/", response.headers.get("Location", ""))
-        if parts.netloc != self.place.host or not parts.path.startswith("/v2/"):
+        # A server that builds the URL from the header Host leaves out the usual port.
+        home, port = urlsplit(self.place.address), 80 if self.place.plain else 443
+        is_home = (parts.hostname, parts.port or port) == (home.hostname, home.port or port)
+        if not is_home or not parts.path.startswith("/v2/"):
             where = quoted(parts.netloc)
             raise RemoteError(f"it redirects the upload to {where}, which is another server")
         return parts.path + (f"?{parts.query}" if parts.query else "")

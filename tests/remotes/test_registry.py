@@ -11,8 +11,11 @@ import secrets
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from urllib3.response import BaseHTTPResponse
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import auth, fault, registry
@@ -113,6 +116,24 @@ def test_an_upload_goes_on_where_it_broke_off() -> None:
         actual = repository.send(io.BytesIO(data), len(data))
     assert actual == digest_of(data) and uploads.data == data
     assert uploads.pieces[0] == "0-2499" and uploads.pieces[-1] == "2000-2499"
+
+
+@pytest.mark.parametrize(
+    ("address", "location"),
+    [
+        ("oci://registry.example:443/r", "https://registry.example/v2/r/1?state=x"),
+        ("oci://registry.example/r", "https://registry.example:443/v2/r/1?state=x"),
+        ("oci://Registry.Example/r", "https://registry.example/v2/r/1?state=x"),
+        ("oci://127.0.0.1:80/r", "http://127.0.0.1/v2/r/1?state=x"),
+    ],
+)
+def test_an_upload_goes_on_at_another_spelling_of_the_registry(address: str, location: str) -> None:
+    answer = cast(BaseHTTPResponse, SimpleNamespace(headers={"Location": location}))
+    with Registry(parse(address)) as repository:
+        assert repository._location(answer) == "/v2/r/1?state=x"
+        answer.headers["Location"] = location.replace("/v2/", ":8080/v2/").replace(":443:", ":")
+        with pytest.raises(RemoteError, match="which is another server"):
+            repository._location(answer)
 
 
 def test_a_part_of_an_upload_is_read_from_its_beginning_only() -> None:
