@@ -289,12 +289,14 @@ def run_log(pipeline: Pipeline, result: RunResult, clock: Clock, variants: Seque
 
 def _logged(pipeline: Pipeline, steps: Mapping[str, StepResult], item: VariantResult) -> LoggedVariant:
     product, variant = item.product, item.product.variant
+    resolve = pipeline.graph.resolve
 
     def size(name: str | None) -> int | None:
-        step = steps.get(pipeline.graph.resolve(name)) if name is not None else None
+        step = steps.get(resolve(name)) if name is not None else None
         return step.record.size if step is not None and step.record is not None else None
 
-    errors = [step.error for name in product.steps if (step := steps.get(name)) and step.error is not None]
+    results = [step for name in product.steps if (step := steps.get(resolve(name))) is not None]
+    errors = [step.error for step in results if step.error is not None]
     return LoggedVariant(
         variant.name,
         variant.model.name,
