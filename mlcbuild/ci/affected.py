@@ -100,13 +100,17 @@ class _Search:
 
 def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
     """Returns the files of a source directory that changed, as paths relative to the directory. files:
-    absolute paths of all changed files. For a checkpoint, whose whole directory is an input, deleted files
-    are included.
+    absolute paths of all changed files, submodules and links. For a checkpoint, whose whole directory is an
+    input, deleted files are included.
     """
     root = source.root.resolve()
+    # Git lists a submodule, and a link to a directory, as one path; then every file below may have changed.
+    is_replaced = not files.isdisjoint((root, *root.parents))
     # A link is an input in two respects: its target path, and the contents there.
     changed_files = [
-        name for name in source.files if root / name in files or (root / name).resolve() in files
+        name
+        for name in source.files
+        if is_replaced or root / name in files or (root / name).resolve() in files
     ]
     # A checkpoint comprises its whole directory; prompts are one file among others.
     gone = (path for path in files if path.is_relative_to(root) and not path.exists())

@@ -258,6 +258,25 @@ def test_variants_affected_by_commits(repository: Path) -> None:
     assert names(repository, "HEAD") == BOTH, "one commit is compared with the working tree"
 
 
+def test_models_in_submodules_and_behind_links_are_affected(repository: Path) -> None:
+    shutil.rmtree(repository / "other")
+    shutil.copytree(TINY, repository / "other")
+    git(repository / "other", "init", "-q")
+    commit(repository / "other", "notes.md", "a\n")
+    git(repository, "rm", "-rq", "--cached", "other")
+    (repository / "tiny").rename(repository / "v1")
+    shutil.copytree(TINY, repository / "v2")
+    (repository / "tiny").symlink_to("v1")
+    commit(repository, "notes.md", "b\n")
+    commit(repository / "other", "notes.md", "b\n")
+    commit(repository, "notes.md", "c\n")
+    assert names(repository, "HEAD~1..HEAD") == BOTH[1:], "the submodule"
+    (repository / "tiny").unlink()
+    (repository / "tiny").symlink_to("v2")
+    commit(repository, "notes.md", "d\n")
+    assert BOTH[0] in names(repository, "HEAD~1..HEAD"), "the link to a directory"
+
+
 def test_plan_and_run_do_only_what_is_affected(repository: Path) -> None:
     arguments = (repository / "recipe.yaml", "--affected-by", "HEAD..HEAD")
     document = json.loads(checked(mlcbuild("plan", *arguments, "--json", store=repository / ".store")))
