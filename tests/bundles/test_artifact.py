@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlcbuild_format import bundle as form
 
 from mlcbuild.bundles.publish import artifact
 from mlcbuild.bundles.publish.artifact import Uploaded, fetch, push
@@ -178,6 +179,20 @@ def test_a_bundle_comes_back_as_it_was(registries: MemoryRegistries, tmp_path: P
         assert fetch(source, out) == (address, frozenset(contents_of(tmp_path / "a")))
         assert contents_of(out) == contents_of(tmp_path / "a")
     assert registries.open_clients == 0
+
+
+def test_a_link_to_a_bundle_is_replaced(
+    registries: MemoryRegistries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, link = tmp_path / "bundle", tmp_path / "link"
+    manifest, files = write_bundle(bundle)
+    push(bundle, manifest, files, HERE, {})
+    monkeypatch.setattr(form, "check", lambda path, full: manifest)  # The weights are no weights.
+    link.symlink_to(bundle)
+    for _ in range(2):
+        pull(HERE, link)
+        assert not link.is_symlink() and contents_of(link) == contents_of(bundle)
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "link"}
 
 
 def test_a_manifest_describes_the_bundle_and_its_files(registries: MemoryRegistries, tmp_path: Path) -> None:

@@ -140,10 +140,19 @@ def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
 
 
 def _show(part: Path, directory: Path) -> None:
-    """Moves a checked bundle from its temporary directory to its final path, replacing an older bundle."""
+    """Moves a checked bundle from its temporary directory to its final path, replacing an older bundle or a
+    symbolic link."""
     old = directory.absolute().with_name(f".{directory.absolute().name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
     if directory.exists():
         directory.rename(old)
     part.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Removes a directory, or a symbolic link and not that to which it leads; nothing if neither exists."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
