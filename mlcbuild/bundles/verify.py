@@ -174,12 +174,11 @@ def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
     total = sum(map(len, sequences))
     for i, tokens in enumerate(sequences):
         expected = np.load(Path(reference_dir, f"logits-{i:04}.npy"))
-        logits = score(model, tokens)
-        if not np.isfinite(logits).all():
+        logits, head = score(model, tokens), tokens[:DECODED]
+        stepped = score(model, head, chunk=1)
+        if not (np.isfinite(logits).all() and np.isfinite(stepped).all()):
             sys.exit(f"prompt {i + 1}: the bundle's logits are not finite")
         sums.add(tokens, expected, logits)
-        head = tokens[:DECODED]
-        stepped = score(model, head, chunk=1)
         sums.decode_errors.append(float(np.abs(stepped - logits[: len(head)]).max()))
         progress.report(sums.tokens, total, "tokens")
     return sums.figures()

@@ -4,11 +4,12 @@ thresholds are exceeded, and bundles that cannot be executed are reported."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mlcbuild_runtime.executor import executor, loading
 
 from mlcbuild import progress
 from mlcbuild.bundles import reference_logits, verify
@@ -126,6 +127,25 @@ def test_a_bundle_that_cannot_be_run_is_told_in_one_sentence(
         verify.measure(bundle, reference)
     assert str(caught.value).startswith("the bundle could not be run: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lost_call", range(4))
+def test_logits_that_are_no_numbers_are_found_out(
+    lost_call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def score(model: object, tokens: Sequence[int], chunk: int | None = None) -> verify.Logits:
+        calls.append(len(calls))
+        return np.full((len(tokens), 5), np.nan if calls[-1] == lost_call else 0.0, np.float32)
+
+    monkeypatch.setattr(loading, "load", lambda path, threads: None)
+    monkeypatch.setattr(executor, "score", score)
+    (tmp_path / "tokens.json").write_text("[[1, 2, 3], [1, 2]]")
+    for i, count in enumerate((3, 2)):
+        np.save(tmp_path / f"logits-{i:04}.npy", np.zeros((count, 5), np.float32))
+    with pytest.raises(SystemExit, match=f"prompt {lost_call // 2 + 1}: the bundle's logits are not finite"):
+        verify._compare("bundle", str(tmp_path))
 
 
 def test_a_wrong_bundle_is_found_out(tmp_path: Path, tiny_bundles: Path) -> None:
