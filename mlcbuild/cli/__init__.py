@@ -315,7 +315,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of standard output has closed it, as `head` does. This is no error, but a run ends early.
         return 1 if arguments[:1] == ["run"] else 0
     except Exception as error:
-        return _fail(_unexpected(error), 1, arguments)
+        code = UsageError.exit_code if _is_unusable_path(error) else 1
+        return _fail(_unexpected(error), code, arguments)
     return code if standard_streams.flushed() else 1
 
 
@@ -362,10 +363,20 @@ def _unknown(name: str, rest: Sequence[str]) -> str:
     return f"mlcbuild {name}: '{argument}' is not an option; {did_you_mean(argument, options)}"
 
 
+def _is_unusable_path(error: Exception) -> bool:
+    """Returns True for the error of a path that is too long, or that may not be examined, such as one of the
+    command line."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return False
+    return error.errno in (errno.EACCES, errno.ENAMETOOLONG)
+
+
 def _unexpected(error: Exception) -> str:
-    """Returns the message for an exception that is not one of mlcbuild's: for a full disk, for a current
-    directory that was removed, or for a defect of mlcbuild, whose traceback it prints if MLCBUILD_DEBUG is
-    set."""
+    """Returns the message for an exception that is not one of mlcbuild's: for a full disk, for a path that
+    cannot be used, for a current directory that was removed, or for a defect of mlcbuild, whose traceback it
+    prints if MLCBUILD_DEBUG is set."""
+    if isinstance(error, OSError) and _is_unusable_path(error):
+        return f"mlcbuild: {error.filename}: {error.strerror}; name another path"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f"{error.filename}: " if error.filename else ""
         return f"mlcbuild: {where}nothing more can be written: {error.strerror}"

@@ -145,6 +145,30 @@ def test_a_directory_that_was_removed_is_named(tmp_path: Path, verb: str) -> Non
 
 
 @pytest.mark.parametrize(
+    "command", ["chat {} hi", "serve name={}", "init {}", "validate {}", "run {}", "publish {}", "report {}"]
+)
+def test_a_path_that_is_too_long_is_no_defect(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
+    _, stderr = said(capsys, 2, *command.format("x" * 300).split())
+    assert re.fullmatch(
+        r"mlcbuild: (name=)?x{300}(/config.json)?: File name too long; name another path\n", stderr
+    )
+
+
+def test_a_directory_that_may_not_be_examined_is_no_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    def fail(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", fail)
+    _, stderr = said(capsys, 2, "validate", "secret/recipe.yaml")
+    assert stderr == "mlcbuild: secret/recipe.yaml: Permission denied; name another path\n"
+
+
+@pytest.mark.parametrize(
     "command",
     [
         "validate recipe.yaml",
