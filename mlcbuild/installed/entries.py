@@ -183,6 +183,15 @@ def slug(source: str) -> str:
     return re.sub("[^A-Za-z0-9._-]+", "-", stem)[:80].strip(".-") or "model"
 
 
+def check_path(path: str) -> None:
+    """Raises UsageError for a path that is not UTF-8, since no recipe can name it. path: that of a
+    checkpoint, in which Python represents other bytes by surrogates."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{path}: the path is not UTF-8, as a recipe must be: rename it") from None
+
+
 def remove(entry: InstalledModel) -> None:
     """Removes an installed model with its bundle. Raises OSError if a file cannot be removed."""
     shutil.rmtree(entry.directory)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlcbuild.errors import UsageError
 from mlcbuild.installed.default_scheme import choose_scheme, parameter_count
-from mlcbuild.installed.entries import slug
+from mlcbuild.installed.entries import check_path, slug
 from mlcbuild.installed.resolve import machine_words
 
 FIRST = """\
@@ -78,6 +78,7 @@ def _source(model: str) -> str:
     path = Path(model)
     if not path.exists():
         raise UsageError(f"{path}: there is no such file")
+    check_path(model)
     if path.resolve() == Path.cwd():
         raise UsageError(
             f"{path.resolve()} is the checkpoint itself: go to the directory above, and repeat it"

@@ -45,7 +45,9 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
     bundle_directories = directories(path)
     if bundle_directories:
         return bundle_directories
-    return (_installed(str(_checkpoint(path).absolute()), options),)
+    source = str(_checkpoint(path).absolute())
+    entries.check_path(source)
+    return (_installed(source, options),)
 
 
 def machine_words() -> str:

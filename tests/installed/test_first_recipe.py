@@ -12,7 +12,9 @@ from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.errors import UsageError
 from mlcbuild.installed import first_recipe
 from mlcbuild.installed.default_scheme import choose_scheme
+from mlcbuild.installed.entries import InstallOptions
 from mlcbuild.installed.first_recipe import write
+from mlcbuild.installed.resolve import bundles
 from tests.conftest import TINY
 
 WORDS = "x86_64-unknown-linux-gnu x86-64-v3"
@@ -102,3 +104,17 @@ def test_models_that_are_missing_or_this_directory(here: Path) -> None:
     with pytest.raises(UsageError, match="is the checkpoint itself: go to the directory above"):
         write(".")
     assert not (here / "recipe.yaml").exists()
+
+
+def test_a_path_that_is_not_utf8_is_refused(here: Path) -> None:
+    try:
+        shutil.copytree(TINY, here / "bad\udcff")
+    except OSError:  # macOS has no such names.
+        return
+    with pytest.raises(
+        UsageError, match=r"bad\udcff: the path is not UTF-8, as a recipe must be: rename it$"
+    ):
+        write("bad\udcff")
+    assert not (here / "recipe.yaml").exists()
+    with pytest.raises(UsageError, match="the path is not UTF-8"):
+        bundles("bad\udcff", InstallOptions(here / "store"))
