@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import NoReturn
+
 import numpy as np
 import pytest
+from mlcbuild_format import bundle
+from mlcbuild_format.errors import SetupError
 from mlcbuild_runtime.devices import tensors
 
 
@@ -25,3 +33,16 @@ def test_memory_is_made_ready_by_zeros_in_all_layers(monkeypatch: pytest.MonkeyP
     assert not tensor[:, 2:9].any()
     assert (tensor[:, :2] == 7).all() and (tensor[:, 9:] == 7).all()
     assert list(tensors.back(tensor, 9, 9)) == list(tensors.back(tensor, 9, 4)) == []
+
+
+def test_weights_that_the_system_does_not_map_are_named(
+    light_toy_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> NoReturn:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    manifest = bundle.read(light_toy_bundle)
+    monkeypatch.setattr(mmap, "mmap", fail)
+    message = rf"{manifest.weights[0]}: cannot be mapped into memory: {os.strerror(errno.ENODEV)}; raise"
+    with pytest.raises(SetupError, match=message):
+        tensors.load(light_toy_bundle, manifest.weights, ())

@@ -60,7 +60,7 @@ class CpuExecutor:
 
     def __init__(self, path: Path, manifest: Manifest, threads: int, pages: int) -> None:
         """Loads the library and maps the weights of the bundle in directory `path`. Raises BundleError if the
-        library cannot be loaded, or if the weights do not fit it."""
+        library cannot be loaded, or if the weights do not fit it, SetupError if they cannot be mapped."""
         self.path, self.manifest, self.threads, self.pages = path, manifest, threads, pages
         self._library = Library(path, manifest)
         self._weights = tensors.load(path, manifest.weights, self._library.metadata.params)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 from mlcbuild_format import safetensors, weights
-from mlcbuild_format.errors import BundleError
+from mlcbuild_format.errors import BundleError, SetupError
 from mlcbuild_format.signature import Tensor
 from numpy.typing import NDArray
 
@@ -78,19 +78,31 @@ def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
     """Returns the tensors that `params` lists, (name, shape, dtype, layout) each, in this order as NumPy
     arrays that are mapped from the weights files `names` in the directory `path`. Tensors that are not
     aligned, which are few, are copied. Layouts are not compared. Raises BundleError if a file is damaged, or
-    a tensor is missing or has another dtype or shape."""
+    a tensor is missing or has another dtype or shape, SetupError if the system cannot map a file."""
     maps: list[mmap.mmap] = []
     stored: dict[str, tuple[safetensors.Tensor, NDArray[np.uint8]]] = {}
     for name in names:
         header = weights.read_header(path / name)
-        with (path / name).open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = _mapped(path / name)
         maps.append(mapped)
         data = _bytes(mapped)
         prefer_large_pages(data.ctypes.data, data.nbytes)
         stored |= {tensor.name: (tensor, data) for tensor in header.tensors}
     arrays = [_view(name, tuple(shape), dtype, stored) for name, shape, dtype, _ in params]
     return Weights(tuple(arrays), tuple(maps))
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    """Returns a memory map of a whole file. Raises SetupError if the system cannot map it, for example for a
+    limit of address space, or because its file system maps no files."""
+    try:
+        with file.open("rb") as opened:
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise SetupError(
+            f"{file}: cannot be mapped into memory: {error.strerror}; raise this process's limits, or copy"
+            " the bundle to a local disk"
+        ) from None
 
 
 def _bytes(mapped: mmap.mmap) -> NDArray[np.uint8]:
