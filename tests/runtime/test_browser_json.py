@@ -60,6 +60,7 @@ SCHEMAS: list[Any] = [
     {"enum": [1, 10, "x", None, True, -2.5, {"a": [1, {"b": []}]}, []]},
     {"type": "integer", "enum": [1, "a", 12]},
     {"const": "a/b \x7f é"},
+    {"enum": ["😀", "a𝄞"]},
     {"type": "string", "minLength": 2, "maxLength": 3},
     {"type": "number"},
     {"type": ["integer", "boolean", "string"]},

@@ -79,7 +79,7 @@ const member = (key, value) => seq(key, SPACE, ":", SPACE, value);
 function literal(value) {
   if (Array.isArray(value)) return seq("[", SPACE, ...value.flatMap((own, index) => (index ? [COMMA, literal(own)] : [literal(own)])), value.length ? SPACE : seq(), "]");
   if (value && typeof value === "object") return objectOf(Object.entries(value).map(([key, own]) => member(seq(JSON.stringify(key)), literal(own))));
-  const parts = JSON.stringify(value).replaceAll("\x7f", "\\u007f").match(/\\u00[017][a-f]|\\?[^]/g);
+  const parts = JSON.stringify(value).replaceAll("\x7f", "\\u007f").match(/\\u00[017][a-f]|\\?[^]/gu);
   return seq(...parts.flatMap((part) => (part.length > 2 ? [part.slice(0, -1), bytes(part.at(-1) + part.at(-1).toUpperCase())] : [part])));
 }
 
