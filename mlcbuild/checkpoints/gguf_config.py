@@ -102,13 +102,13 @@ def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
             scaling |= {"short_mscale": factor, "long_mscale": factor}
         elif keys.get("rope.scaling.attn_factor") is not None:
             scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
-    elif kind == "none":
-        # A factor means nothing then; converters write 1.
-        keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
-        return None
-    elif kind in (None, ""):
-        return None
-    elif kind == "linear":
+    elif kind in (None, "", "none", "linear"):
+        _check_attention_factor(keys)
+        if kind == "none":
+            # A factor means nothing then; converters write 1.
+            keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
+        if kind != "linear":
+            return None
         return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
     elif kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": keys.number("rope.scaling.factor")}
@@ -126,6 +126,14 @@ def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
     if keys.get("rope.scaling.original_context_length") is not None:
         scaling["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
     return scaling
+
+
+def _check_attention_factor(keys: GgufKeys) -> None:
+    """Records a problem if the metadata of a GGUF file without YaRN and LongRoPE state another factor of the
+    rotary embedding than 1. The first files of Llama 3.1 state 1. keys: the metadata's reader.
+    """
+    if keys.get("rope.scaling.attn_factor") not in (None, 1):
+        keys.refuse("rope.scaling.attn_factor", "must be 1 without rope.scaling.type yarn or longrope")
 
 
 def _yarn_of(keys: GgufKeys, architecture: str) -> Fields:

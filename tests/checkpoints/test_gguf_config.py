@@ -180,6 +180,16 @@ def test_windows_of_olmo_3_are_refused(tmp_path: Path) -> None:
         read_config(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("kind", ["", "none", "linear"])
+def test_an_attention_factor_of_1_changes_nothing(kind: str, tmp_path: Path) -> None:
+    """Checks files such as those of Llama 3.1 that were converted with llama.cpp in July 2024."""
+    scaling = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 2.0} if kind else {}
+    write_gguf(GOLDEN / "llama-mha-tied", tmp_path / "a.gguf", metadata=scaling)
+    factor = {"llama.rope.scaling.attn_factor": 1.0}
+    write_gguf(GOLDEN / "llama-mha-tied", tmp_path / "b.gguf", metadata={**scaling, **factor})
+    assert read_config(tmp_path / "b.gguf") == read_config(tmp_path / "a.gguf")
+
+
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "missing": ({}, ("llama.block_count",), "llama.block_count must be an integer above 0: it is missing"),
     "zero": ({"llama.block_count": 0}, (), "llama.block_count must be an integer above 0: found '0'"),
@@ -192,6 +202,11 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         "the GGUF architecture 'lama' is not supported; did you mean 'llama'?",
     ),
     "scaling": ({"llama.rope.scaling.type": "ntk"}, (), "'ntk' is not supported"),
+    "factor": (
+        {"llama.rope.scaling.attn_factor": 1.5},
+        (),
+        "llama.rope.scaling.attn_factor: must be 1 withou",
+    ),
 }
 
 
