@@ -9,6 +9,7 @@ const { RandomNumbers, adjust, draw, drawFromTop, logprobs, samplingParams } = a
 const { Tokenizer, tokenizerFiles } = await import(new URL("tokenizer.js", root));
 const { WeightsReader, Bundle } = await import(new URL("bundle.js", root));
 const { checkLimits } = await import(new URL("engine.js", root));
+const { Chat } = await import(new URL("openai.js", root));
 const { angles } = await import(new URL("device.js", root));
 const { formatGrammar } = await import(new URL("json_schema.js", root));
 const { SortedTokens, TokenMatcher } = await import(new URL("token_masks.js", root));
@@ -74,6 +75,15 @@ const CALLS = {
   ends: async (files) => {
     const { eos, bos } = await tokenizer(files);
     return [[...eos], bos];
+  },
+  // Begins an answer, whose tokens are not computed.
+  begin: async ({ messages, vocab, context, ...files }) => {
+    const engine = {
+      vocab, context, model: "test", bundle: { manifest: { defaults: {} } }, tokenizer: await tokenizer(files),
+      matcher: async () => null, exclusively: async function* () {},
+    };
+    await new Chat(engine).completions.create({ messages, stream: true });
+    return true;
   },
   files: ({ names }) => tokenizerFiles((name) => names.includes(name)),
   programs: ({ documents, pages }) => documents.map((text) => {

@@ -315,3 +315,21 @@ def test_a_template_that_refuses_or_fails_does_so_in_one_line(tmp_path: Path) ->
     (tmp_path / "chat_template.jinja").unlink()
     (result,) = calls(("prompt", {**tokenizer_files(tmp_path), "messages": [], "options": {}}))
     assert result["error"] == "this model has no chat template, so it cannot chat"
+
+
+def test_a_prompt_beyond_the_vocabulary_is_refused_as_in_python() -> None:
+    """Checks that a request is refused whose prompt has a token that the model's table of embeddings lacks,
+    such as an added token of a checkpoint for images."""
+    own, messages = Tokenizer.load(TINY), [{"role": "user", "content": "hi"}]
+    try:
+        largest = max(own.chat(messages))
+    finally:
+        own.template.close()
+    asked = {**tokenizer_files(TINY), "messages": messages, "context": 100}
+    fits, refused = calls(
+        ("begin", {**asked, "vocab": largest + 1}),
+        ("begin", {**asked, "vocab": largest}),
+    )
+    assert fits == {"value": True}
+    message = f"token {largest} is outside the vocabulary of {largest} tokens"
+    assert refused == {"error": f"the prompt does not fit the model: {message}"}

@@ -97,6 +97,9 @@ export class Chat {
     own.sampling.matcher = await engine.matcher(request.response_format);
     const prompt = engine.tokenizer.chat(own.messages, own.options);
     if (!prompt.length) throw new EngineError("the chat template wrote an empty prompt", "bad_request");
+    const stray = prompt.find((token) => token >= engine.vocab);
+    if (stray !== undefined)
+      throw new EngineError(`the prompt does not fit the model: token ${stray} is outside the vocabulary of ${engine.vocab} tokens`, "bad_request");
     if (prompt.length >= engine.context)
       throw new EngineError(`the prompt has ${prompt.length} tokens, and the context has room for ${engine.context}: shorten it`, "context_length_exceeded");
     const about = { id: `chatcmpl-${crypto.randomUUID().replaceAll("-", "")}`, created: Math.floor(Date.now() / 1000), model: engine.model };
