@@ -9,6 +9,7 @@ const { RandomNumbers, adjust, draw, drawFromTop, logprobs, samplingParams } = a
 const { Tokenizer, tokenizerFiles } = await import(new URL("tokenizer.js", root));
 const { WeightsReader, Bundle } = await import(new URL("bundle.js", root));
 const { checkLimits } = await import(new URL("engine.js", root));
+const { loadEngineInWorker } = await import(new URL("client.js", root));
 const { Chat } = await import(new URL("openai.js", root));
 const { angles } = await import(new URL("device.js", root));
 const { formatGrammar } = await import(new URL("json_schema.js", root));
@@ -84,6 +85,25 @@ const CALLS = {
     };
     await new Chat(engine).completions.create({ messages, stream: true });
     return true;
+  },
+  // Returns what calls of an engine in a worker end with, before and after it is unloaded.
+  unloaded: async () => {
+    globalThis.Worker = class extends EventTarget {
+      postMessage({ id, call }) {
+        if (this.isEnded || call === "abort") return;
+        const event = Object.assign(new Event("message"), { data: { id, result: { model: call } } });
+        setTimeout(() => this.dispatchEvent(event));
+      }
+
+      terminate() {
+        this.isEnded = true;
+      }
+    };
+    const engine = await loadEngineInWorker("http://localhost/bundle");
+    const late = new Promise((resume) => setTimeout(resume, 2000, "no answer"));
+    const ending = (promise) => Promise.race([promise.then((own) => own?.model ?? "ended", (error) => `${error.code}: ${error.message}`), late]);
+    const create = () => ending(engine.chat.completions.create({ messages: [] }));
+    return [await create(), ...(await Promise.all([ending(engine.unload()), ending(engine.unload()), create(), ending(engine.forget())])), await create()];
   },
   files: ({ names }) => tokenizerFiles((name) => names.includes(name)),
   programs: ({ documents, pages }) => documents.map((text) => {

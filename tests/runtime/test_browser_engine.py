@@ -173,3 +173,10 @@ def test_penalties_and_log_probabilities_equal_the_runtimes() -> None:
     assert [token for token, _ in actual] == [own.token, *(other.token for other in others)]
     values = [own.logprob, *(other.logprob for other in others)]
     np.testing.assert_allclose([value for _, value in actual], values, atol=1e-6)
+
+
+def test_an_engine_in_a_worker_refuses_calls_once_it_is_unloaded() -> None:
+    refused = "unloaded: the model was unloaded: load it again"
+    before, *unloads, during, forgotten, after = call("unloaded", None)
+    assert (before, unloads) == ("create", ["unload", "unload"])
+    assert [during, forgotten, after] == [refused] * 3

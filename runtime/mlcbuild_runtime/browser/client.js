@@ -1,6 +1,7 @@
 /** An engine that computes in a worker, with the interface of the one in engine.js. */
 import { EngineError } from "./errors.js";
 
+const UNLOADED = "the model was unloaded: load it again";
 let policy = null;
 
 /** Returns a new worker, also on pages that require trusted types. */
@@ -35,6 +36,7 @@ class WorkerEngine {
   #worker;
   #calls = new Map();
   #next = 0;
+  #unloading = null;
 
   constructor(worker) {
     this.#worker = worker;
@@ -55,6 +57,7 @@ class WorkerEngine {
   /** Sends a call; returns its result. */
   call(message, { onProgress, onChunk, signal } = {}) {
     signal?.throwIfAborted();
+    if (this.#unloading) return Promise.reject(new EngineError(UNLOADED, "unloaded")); // the worker answers no more
     const id = this.#next++;
     return new Promise((resolve, reject) => {
       const abort = () => this.#worker.postMessage({ id, call: "abort" });
@@ -110,9 +113,10 @@ class WorkerEngine {
   }
 
   /** Frees the memory of the GPU, and ends the worker. */
-  async unload() {
-    await this.call({ call: "unload" });
-    this.#end("the model was unloaded: load it again");
-    this.#worker.terminate();
+  unload() {
+    return (this.#unloading ??= this.call({ call: "unload" }).finally(() => {
+      this.#end(UNLOADED);
+      this.#worker.terminate();
+    }));
   }
 }
