@@ -73,7 +73,8 @@ def text(lock: Lock) -> str:
     """
     lines = [_HEAD, f"version: {VERSION}\n", "sources:\n" if lock.sources else "sources: {}\n"]
     for source, locked in sorted(lock.sources.items()):
-        lines += [f'  "{source}":\n', f'    commit: "{locked.commit}"\n', "    files:\n"]
+        quoted = json.dumps(str(source), ensure_ascii=False)
+        lines += [f"  {quoted}:\n", f'    commit: "{locked.commit}"\n', "    files:\n"]
         for name, pinned in sorted(locked.files.items()):
             quoted = json.dumps(name, ensure_ascii=False)
             lines.append(f'      {quoted}: {{size: {pinned.size}, sha256: "{pinned.sha256}"}}\n')

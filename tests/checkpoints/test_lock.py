@@ -66,6 +66,13 @@ def test_a_recipe_without_hub_sources_has_an_empty_lock(tmp_path: Path) -> None:
     assert lock.read(tmp_path / lock.NAME) == Lock()
 
 
+def test_a_quotation_mark_in_the_name_of_a_gguf_file(tmp_path: Path) -> None:
+    source = HubSource("org/name", "main", 'the "best".gguf')
+    written = Lock({source: Locked(COMMIT, {source.file: Pinned(3, "a" * 64)})})
+    lock.write(tmp_path / lock.NAME, written)
+    assert lock.read(tmp_path / lock.NAME) == written
+
+
 HEX = "0123456789abcdef"
 NAMES = st.text(
     st.characters(categories=["L", "N", "P", "S"], exclude_characters="\\/:"), min_size=1, max_size=20
