@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from urllib.parse import urlsplit
 
 from mlcbuild.canon import Json
@@ -140,7 +141,7 @@ async def answering(
     raises becomes an ExchangeError as well.
     """
     body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
-    context = ssl.create_default_context() if server.tls else None
+    context = _certificates() if server.tls else None
     try:
         reader, writer = await asyncio.open_connection(
             server.host, server.port, ssl=context, limit=LONGEST_HEAD
@@ -161,6 +162,13 @@ async def answering(
         raise ExchangeError("malformed", f"{server.name} sent an answer that is not HTTP/1.1") from None
     finally:
         writer.close()
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Returns the context of TLS connections, with the system's certificates. Reading them takes up to a
+    tenth of a second, in which no answer of other requests is read."""
+    return ssl.create_default_context()
 
 
 def _parse(head: bytes) -> tuple[int, dict[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 
 import pytest
 
@@ -65,3 +66,13 @@ def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ExchangeError, match="the server sent a body of more than 1000 bytes"):
             asyncio.run(ask(head, part))
+
+
+def test_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = [ssl.create_default_context()]
+    exchange_module._certificates.cache_clear()
+    monkeypatch.setattr(ssl, "create_default_context", contexts.pop)
+    for _ in range(2):
+        with pytest.raises(ExchangeError, match="cannot be reached"):
+            asyncio.run(exchange(Server.of("https://127.0.0.1:1"), "/v1/models"))
+    assert contexts == []
