@@ -24,6 +24,8 @@ from mlcbuild.bench.exchange import TimedReply
 METRICS = ("ttft", "tpot", "itl", "e2e")
 PERCENTILES = (50, 90, 99)
 SLO_METRICS = ("ttft", "tpot", "e2e")
+_TEXTS = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
+"""Fields of a streamed choice that hold generated text. Servers name reasoning in one of two ways."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _has_text(document: Mapping[str, object]) -> bool:
         if isinstance(choice, dict):
             delta = choice.get("delta")
             fields = delta if isinstance(delta, dict) else choice
-            if any(fields.get(key) for key in ("text", "content", "reasoning_content", "tool_calls")):
+            if any(fields.get(key) for key in _TEXTS):
                 return True
     return False
 

@@ -35,6 +35,14 @@ def test_events_may_come_in_any_pieces() -> None:
         )
 
 
+@pytest.mark.parametrize("field", ["content", "reasoning_content", "reasoning", "tool_calls"])
+def test_every_kind_of_generated_text_is_an_arrival(field: str) -> None:
+    chunks = ({"choices": [{"delta": {field: text}}]} for text in ("a", "b", ""))
+    body = stream({"choices": [{"delta": {"role": "assistant"}}]}, *chunks).partition(b"\r\n\r\n")[2]
+    actual = sample(0.0, 0.0, 9.0, TimedReply(200, ((1.0, body),)))
+    assert (actual.error, actual.texts) == (None, (1.0, 1.0))
+
+
 def test_urls() -> None:
     assert Server.of("https://[::1]/x/v1", "k") == Server("::1", 443, True, "/x", "k")
     assert Server.of("https://[::1]/x").name == "[::1]:443"
