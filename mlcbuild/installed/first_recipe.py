@@ -43,8 +43,13 @@ def write(model: str) -> FirstRecipe:
     """Writes recipe.yaml, a first recipe for a model, and returns its path with the commands that build it.
     It is written into the current directory if `model` is an hf:// address, a GGUF file or the directory of a
     checkpoint; otherwise into the directory `model`, which is created and to which the user will add a
-    checkpoint. Raises UsageError if the recipe exists or cannot be written, if the GGUF file is missing, or
-    if the checkpoint is the working directory, and SetupError if this machine's system is not supported."""
+    checkpoint. Raises UsageError for another address, if the recipe exists or cannot be written, if the GGUF
+    file is missing, or if the checkpoint is the working directory, and SetupError if this machine's system is
+    not supported."""
+    if "://" in model and not model.startswith("hf://"):
+        raise UsageError(
+            f"'{model}': a recipe's model is a directory, a GGUF file, or hf://organisation/name"
+        )
     is_model = model.startswith("hf://") or Path(model).suffix == ".gguf" or (Path(model) / CONFIG).is_file()
     directory = Path() if is_model else Path(model)
     path = directory / "recipe.yaml"

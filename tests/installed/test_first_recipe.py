@@ -106,6 +106,15 @@ def test_models_that_are_missing_or_this_directory(here: Path) -> None:
     assert not (here / "recipe.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    "model", ["https://huggingface.co/org/model", "oci://host/name:tag", "s3://a/m.gguf"]
+)
+def test_other_addresses_are_no_directories(model: str, here: Path) -> None:
+    with pytest.raises(UsageError, match="a recipe's model is a directory, a GGUF file, or hf://"):
+        write(model)
+    assert not [*here.iterdir()]
+
+
 def test_a_path_that_is_not_utf8_is_refused(here: Path) -> None:
     try:
         shutil.copytree(TINY, here / "bad\udcff")
