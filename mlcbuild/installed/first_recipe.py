@@ -68,7 +68,7 @@ def write(model: str) -> FirstRecipe:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    outside = " --allow-outside" if not is_remote and source.startswith(('"/', '"..')) else ""
+    outside = " --allow-outside" if is_model and not is_remote and not source.startswith('"./') else ""
     lock = (f"mlcbuild lock {path}",) if is_remote else ()
     commands = (*lock, f"mlcbuild run {path}{outside}")
     return FirstRecipe(path, None if is_model else directory / "model", commands)
@@ -88,5 +88,6 @@ def _source(model: str) -> str:
         raise UsageError(
             f"{path.resolve()} is the checkpoint itself: go to the directory above, and repeat it"
         )
-    is_below = not path.is_absolute() and not model.startswith("..")
-    return json.dumps(f"./{os.path.normpath(path)}" if is_below else str(path), ensure_ascii=False)
+    normal = os.path.normpath(path)
+    is_below = not path.is_absolute() and normal.split("/")[0] != ".."
+    return json.dumps(f"./{normal}" if is_below else str(path), ensure_ascii=False)

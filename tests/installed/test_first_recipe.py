@@ -59,7 +59,8 @@ def test_a_checkpoint_below_is_named_relative_to_the_recipe(here: Path) -> None:
 
 def test_a_checkpoint_elsewhere_needs_an_option(here: Path) -> None:
     shutil.copytree(TINY, here.parent / "tiny")
-    for model in ("../tiny", str(here.parent / "tiny")):
+    (here / "a").mkdir()
+    for model in ("../tiny", "./../tiny", "a/../../tiny", str(here.parent / "tiny")):
         first = write(model)
         assert first.commands == ("mlcbuild run recipe.yaml --allow-outside",)
         name, path = model_of(first.path)
