@@ -41,6 +41,11 @@ def keys(arguments: argparse.Namespace) -> int:
 
 
 def cache(arguments: argparse.Namespace) -> int:
+    if arguments.only and not _selects_steps(arguments):
+        raise UsageError(
+            f"mlcbuild cache {arguments.action}: --only selects steps of a recipe to push, pull or export: "
+            "name the recipe, or leave the option out"
+        )
     root = open_store(arguments).root
     file = next((place for place in (root, *root.parents) if place.is_file()), None)
     if file is not None:
@@ -55,6 +60,17 @@ def cache(arguments: argparse.Namespace) -> int:
         "import": take,
     }
     return actions[arguments.action](arguments)
+
+
+def _selects_steps(arguments: argparse.Namespace) -> bool:
+    """Returns True if the action of `cache` handles the results of some steps of a recipe, False if it
+    handles the whole store."""
+    action = arguments.action
+    return (
+        action == "pull"
+        or (action == "push" and not arguments.all)
+        or (action == "export" and len(arguments.operands) > 1)
+    )
 
 
 def push(arguments: argparse.Namespace) -> int:
