@@ -12,6 +12,8 @@ import httpx
 import pytest
 from mlcbuild_format.errors import RequestError
 from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.http import event_stream, handling, ollama_endpoints
+from mlcbuild_runtime.http.body_reader import BodyReader
 from mlcbuild_runtime.http.ollama_endpoints import VERSION, OllamaEndpoints
 
 from . import in_process, toy
@@ -107,6 +109,30 @@ def test_texts_have_embeddings(engine: Engine) -> None:
     assert call(engine, "embed", input="a").json()["embeddings"] == document["embeddings"][:1]
     assert call(engine, "embed", input=[]).json()["embeddings"] == []
     assert call(engine, "embeddings", prompt="bc").json() == {"embedding": document["embeddings"][1]}
+
+
+def test_large_bodies_are_released_before_embeddings_are_computed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that other large bodies need not wait while the texts of one are embedded, which may take
+    minutes."""
+    readers, states = list[BodyReader](), list[tuple[int, int]]()
+
+    class Watched(BodyReader):
+        def __init__(self, most: int) -> None:
+            super().__init__(most)
+            readers.append(self)
+
+    async def watched(*arguments: Any) -> Any:
+        states.append((readers[-1]._kept, readers[-1]._processing.borrowed_tokens))
+        return await event_stream.unless_gone(*arguments)
+
+    monkeypatch.setattr(handling, "BodyReader", Watched)
+    monkeypatch.setattr(ollama_endpoints, "unless_gone", watched)
+    text = "," * 60  # Many commas count as many values.
+    assert len(call(engine, "embed", input=[text] * 600).json()["embeddings"]) == 600
+    assert call(engine, "embeddings", prompt="," * 40_000).json()["embedding"]
+    assert set(states) == {(0, 0)}
 
 
 def test_long_texts_are_cut_or_refused(engine: Engine) -> None:

@@ -20,6 +20,7 @@ from mlcbuild_runtime.http.event_stream import EventStream, collected, unless_go
 from mlcbuild_runtime.http.handling import RequestHandling
 from mlcbuild_runtime.openai import embeddings, ollama_request, service
 from mlcbuild_runtime.openai.body import RequestBody, is_among
+from mlcbuild_runtime.openai.embeddings import EmbeddingsJob
 from mlcbuild_runtime.openai.ollama_models import shown, tag
 from mlcbuild_runtime.openai.ollama_stream import OllamaOutput, moment
 from mlcbuild_runtime.openai.service import CompletionJob
@@ -108,55 +109,42 @@ class OllamaEndpoints:
 
     async def embed(self, request: Request) -> Response:
         began = time.monotonic_ns()
-        async with self._requests.body(request) as body:
-            fields = RequestBody(body, ollama_request.EMBED)
-            vectors, name, count = await self._vectors(
-                request,
-                body,
-                fields.get("input"),
-                fields.boolean("truncate", default=True),
-                fields.integer("dimensions"),
-            )
+        with ExitStack() as use:
+            async with self._requests.body(request) as body:
+                fields = RequestBody(body, ollama_request.EMBED)
+                texts = ollama_request.texts(fields.get("input"))
+                truncate = fields.boolean("truncate", default=True)
+                engine = await self._engine(body, use)
+                job = await _embeddings(engine, texts, truncate, fields.integer("dimensions"))
+            del body, fields, texts  # They may be large, and the embeddings may take long.
+            vectors = await self._vectors(request, engine, job)
         spent = time.monotonic_ns() - began
-        times = {"total_duration": spent, "load_duration": 0, "prompt_eval_count": count}
-        return JSONResponse({"model": name, "embeddings": vectors, **times})
+        times = {"total_duration": spent, "load_duration": 0, "prompt_eval_count": job.tokens}
+        return JSONResponse({"model": job.model, "embeddings": vectors, **times})
 
     async def embedding(self, request: Request) -> Response:
         """Returns the response to a request for /api/embeddings, Ollama's older path for the embedding of one
         text. A text that is longer than the context is cut."""
-        async with self._requests.body(request) as body:
-            fields = RequestBody(body, ollama_request.EMBEDDING)
-            vectors, _, _ = await self._vectors(request, body, fields.text("prompt"), True, None)
-        return JSONResponse({"embedding": vectors[0]})
-
-    async def _vectors(
-        self,
-        request: Request,
-        body: Mapping[str, Json],
-        value: Json,
-        truncate: bool,
-        dimensions: int | None,
-    ) -> tuple[list[Json], str, int]:
-        """Computes embeddings for Ollama's API: returns (embedding of each text, the model's name, number of
-        tokens of all texts). value: a text or a list of texts, which may be empty; truncate: True if texts
-        longer than the context are cut instead of refused; dimensions: number of values of each embedding,
-        None for all. Raises RequestError for an invalid value, an unknown model or a text that cannot be
-        served, ClientDisconnect if the client disconnects."""
-        texts = ollama_request.texts(value)
         with ExitStack() as use:
-            engine = await self._engine(body, use)
-            if not texts:
-                return [], engine.name, 0
-            translated: dict[str, Json] = {"input": texts, "dimensions": dimensions}
-            job = await run_in_threadpool(embeddings.job, engine, translated, truncate)
-            last_events = []
-            for wave in job.waves():
-                answers = self._requests.submit(request, engine, wave)
-                last_events += [
-                    events[-1]
-                    for events in await unless_gone(request, answers, collected(answers, len(wave)))
-                ]
-            return job.vectors(last_events), engine.name, job.tokens
+            async with self._requests.body(request) as body:
+                fields = RequestBody(body, ollama_request.EMBEDDING)
+                texts = ollama_request.texts(fields.text("prompt"))
+                engine = await self._engine(body, use)
+                job = await _embeddings(engine, texts, truncate=True, dimensions=None)
+            del body, fields, texts
+            (vector,) = await self._vectors(request, engine, job)
+        return JSONResponse({"embedding": vector})
+
+    async def _vectors(self, request: Request, engine: Engine, job: EmbeddingsJob) -> list[Json]:
+        """Computes and returns the embeddings of a request's texts. Raises RequestError if the engine refuses
+        a text, ClientDisconnect if the client disconnects."""
+        last_events = []
+        for wave in job.waves():
+            answers = self._requests.submit(request, engine, wave)
+            last_events += [
+                events[-1] for events in await unless_gone(request, answers, collected(answers, len(wave)))
+            ]
+        return job.vectors(last_events)
 
     async def _engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
         return await self._requests.engine({"model": ollama_request.model_name(body)}, use)
@@ -169,6 +157,18 @@ class OllamaEndpoints:
             return EventStream(answers, _lines(answers, output), use.pop_all(), LINES)
         (received,) = await unless_gone(request, answers, collected(answers, 1))
         return JSONResponse(output.whole(received))
+
+
+async def _embeddings(
+    engine: Engine, texts: list[Json], truncate: bool, dimensions: int | None
+) -> EmbeddingsJob:
+    """Returns the requests to the engine for the embeddings of texts, none for an empty list. truncate: True
+    if texts longer than the context are cut instead of refused; dimensions: number of values of each
+    embedding, None for all. Raises RequestError for texts that cannot be served."""
+    if not texts:
+        return EmbeddingsJob((), engine.name, dimensions, base64=False)
+    translated: dict[str, Json] = {"input": texts, "dimensions": dimensions}
+    return await run_in_threadpool(embeddings.job, engine, translated, truncate)
 
 
 async def _lines(answers: AsyncAnswers, output: OllamaOutput) -> AsyncIterator[str]:
