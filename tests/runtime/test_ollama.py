@@ -46,15 +46,15 @@ def test_messages_and_options_become_those_of_a_chat() -> None:
     chat = chat_body({**body, "keep_alive": "5m", "format": "json", "model": "x:latest"}, 64)
     arguments = {"name": "add", "arguments": '{"a": 1}'}
     calls = [
-        {"id": "call_0_add", "type": "function", "function": arguments},
+        {"id": "000000000", "type": "function", "function": arguments},
         {"id": "mine", "type": "function", "function": {"name": "sub", "arguments": "{}"}},
-        {"id": "call_2_add", "type": "function", "function": arguments},
+        {"id": "000000002", "type": "function", "function": arguments},
     ]
     assert chat["messages"] == [
         {"role": "system", "content": "s"},
         {"role": "assistant", "content": "c", "reasoning_content": "b", "tool_calls": calls},
         {"role": "tool", "content": "1", "tool_call_id": "mine"},
-        {"role": "tool", "content": "2", "tool_call_id": "call_0_add"},
+        {"role": "tool", "content": "2", "tool_call_id": "000000000"},
         {"role": "tool", "content": "3", "tool_call_id": "unheard"},
     ]
     assert (chat["max_tokens"], chat["top_k"], chat["repetition_penalty"]) == (5, 0, 1.1)

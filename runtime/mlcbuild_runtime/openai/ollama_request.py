@@ -205,8 +205,8 @@ class _OpenCalls:
 
     def add(self, name: str, id: str | None) -> str:
         """Adds a call of the function `name` to the tool calls of a chat that have no result yet. Returns its
-        id: `id`, or a new one for None or ""."""
-        id = id or f"call_{self._count}_{name}"
+        id: `id`, or a new one for None or "", nine digits: Mistral's chat templates refuse others."""
+        id = id or f"{self._count:09d}"
         self._count += 1
         self._names[id] = name
         self._ids[name].append(id)
