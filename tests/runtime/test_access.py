@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from mlcbuild_format.errors import SetupError
+from mlcbuild_runtime.http import serve
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.keys import Keys
 
@@ -48,6 +50,17 @@ def answer(path: str, headers: dict[str, str], *keys: str, kind: str = "http") -
 )
 def test_a_request_needs_one_of_the_keys(headers: dict[str, str], status: int) -> None:
     assert answer("/v1/models", headers, "one", "two")[0] == status
+
+
+def test_keys_have_no_white_space_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(serve.KEY_VARIABLE, "two\n")
+    assert serve._with_keys(Access(("one ",))).keys == ("one", "two")
+    for value, keys in (("", ("", "one")), (" \n", ())):
+        monkeypatch.setenv(serve.KEY_VARIABLE, value)
+        with pytest.raises(SetupError, match="an API key is empty"):
+            serve._with_keys(Access(keys))
+    monkeypatch.setenv(serve.KEY_VARIABLE, "")
+    assert serve._with_keys(Access()) == Access()
 
 
 def test_a_refusal_says_which_header_is_missing() -> None:

@@ -82,12 +82,10 @@ def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | N
     once, several are loaded when requests first name them."""
     listed = [bundles] if isinstance(bundles, str | Path) else bundles
     options = options or ServerOptions()
-    if named := os.environ.get(KEY_VARIABLE):
-        access = options.access
-        options = replace(options, access=replace(access, keys=(*access.keys, named)))
     form = options.logs.form
     logs.to_stderr(form)
     try:
+        options = replace(options, access=_with_keys(options.access))
         if options.site is not None:
             return _serve_site(listed, options, None)
         with ExitStack() as stack:
@@ -103,6 +101,20 @@ def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | N
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _with_keys(access: Access) -> Access:
+    """Returns the rules for access with the key in the environment variable MLCBUILD_API_KEY, if any, and
+    without white space around keys, with which no request can send them. Raises SetupError for an empty key,
+    which any client could send."""
+    named = os.environ.get(KEY_VARIABLE)
+    keys = tuple(key.strip() for key in (*access.keys, *([named] if named else ())))
+    if not all(keys):
+        raise SetupError(
+            "an API key is empty, and would let every client in: pass a key with --api-key or"
+            f" {KEY_VARIABLE}, or none at all"
+        )
+    return replace(access, keys=keys)
 
 
 def _bind(host: str, port: int) -> socket.socket:
