@@ -56,6 +56,8 @@ def test_a_list_of_prompts_has_a_list_of_answers() -> None:
     ]
     one: Any = output([Prompt(0, 3)], [1, 2, 3]).whole([events])
     assert (one["prompt"], one["content"]) == ("", "a"), "tokens are no text"
+    same: Any = output([Prompt(0, 1), Prompt(0, 1)], "x").whole([events, events])
+    assert [(each["index"], each["prompt"]) for each in same] == [(0, "x"), (1, "x")], "with n = 2"
 
 
 def test_an_error_has_openai_s_form() -> None:

@@ -65,14 +65,14 @@ class LlamaOutput:
             yield self._document(index, event.text, event)
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> Json:
-        """Returns llama.cpp's document of complete answers, or a list of documents if the request had a list
-        of prompts. answers: for each answer all of its events, one for each token, at least one and none of
-        them an error."""
+        """Returns llama.cpp's document of a complete answer, or a list of documents if the request had a list
+        of prompts or demanded several answers. answers: for each answer all of its events, one for each
+        token, at least one and none of them an error."""
         listed: list[Json] = [
             self._document(index, "".join(event.text for event in events), events[-1])
             for index, events in enumerate(answers)
         ]
-        return listed if self._is_list else listed[0]
+        return listed if self._is_list or len(listed) > 1 else listed[0]
 
     def _document(self, index: int, text: str, event: Event) -> Document:
         prompt = self._prompts[index]
