@@ -22,7 +22,8 @@ from .test_reasoning import TEMPLATE
 from .tool_forms import HERMES, SCHEMA
 
 HI: Json = [{"role": "user", "content": "hi"}]
-TOOL: Json = {"name": "add", "description": "Adds", "input_schema": SCHEMA}
+TOOL_FIELDS: dict[str, Json] = {"name": "add", "description": "Adds", "input_schema": SCHEMA}
+TOOL: Json = TOOL_FIELDS
 
 
 def test_blocks_become_messages() -> None:
@@ -97,6 +98,13 @@ def test_bodies_that_are_refused(fields: dict[str, Json], param: str, message: s
     with pytest.raises(RequestError, match=message) as caught:
         chat_body({"max_tokens": 1, "messages": HI, **fields})
     assert caught.value.param == param
+
+
+def test_a_tool_may_state_no_type() -> None:
+    types: list[dict[str, Json]] = [{}, {"type": None}, {"type": "custom"}]
+    for stated in types:
+        chat = chat_body({"max_tokens": 1, "messages": HI, "tools": [{**TOOL_FIELDS, **stated}]})
+        assert isinstance(chat["tools"], list) and len(chat["tools"]) == 1
 
 
 def test_errors_have_their_kinds() -> None:

@@ -201,7 +201,7 @@ def _tools(value: Json) -> Json:
         return value
     listed: list[Json] = []
     for i, tool in enumerate(value):
-        if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+        if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
             raise RequestError(
                 f"tools[{i}] is {describe(tool)}: this server has only tools with a name and an input_schema",
                 param=f"tools[{i}]",
