@@ -83,6 +83,7 @@ def test_the_device_is_that_of_children_too(monkeypatch: pytest.MonkeyPatch) -> 
         ("--draft-tokens 2", "limits the drafts of --speculate, which is missing: add --speculate"),
         ("--write d", "the page of --browser, which is missing: add --browser"),
         ("--threads 0", "must be at least 1, found 0"),
+        ("--threads x", "invalid positive value: 'x'"),
         ("--max-waiting -1", "must be at least 0, found -1"),
         ("--drain inf", "must be a number of seconds, found inf"),
         ("--timeout nan", "must be a number of seconds, found nan"),

@@ -48,6 +48,7 @@ def test_each_option_has_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--temperature", "9"), "--temperature: must be from 0 to 2, found 9"),
         (("--temperature", "nan"), "--temperature: must be from 0 to 2, found nan"),
         (("--max-tokens", "0"), "--max-tokens: must be at least 1, found 0"),
+        (("--max-tokens", "x"), "--max-tokens: invalid positive value: 'x'"),
     ],
 )
 @pytest.mark.parametrize("program", [("mlcbuild", "chat"), ("mlcbuild_runtime.chat",)])
@@ -56,6 +57,11 @@ def test_a_value_out_of_range_is_bad_usage(
 ) -> None:
     result = shared.run("-m", *program, "nowhere", *words)
     assert result.returncode == 2 and result.stderr.rstrip().endswith(sentence)
+
+
+def test_threads_are_at_least_one() -> None:
+    result = shared.run("-m", "mlcbuild_runtime.chat", "nowhere", "--threads", "0")
+    assert result.returncode == 2 and result.stderr.endswith("--threads: must be at least 1, found 0\n")
 
 
 @pytest.mark.parametrize(

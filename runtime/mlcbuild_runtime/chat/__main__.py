@@ -25,7 +25,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     release.add(parser)
     chat_options.add(parser, "a bundle, or a directory with one bundle")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of the model (default: all cores)")
+    parser.add_argument(
+        "--threads",
+        type=chat_options.positive,
+        metavar="N",
+        help="threads of the model (default: all cores)",
+    )
     try:
         return run(parser.parse_args(words), _bundle)
     except BundleError as error:

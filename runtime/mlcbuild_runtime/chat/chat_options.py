@@ -42,9 +42,9 @@ def add(parser: argparse.ArgumentParser, names: str) -> None:
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
     parser.add_argument(
-        "--temperature", type=_temperature, metavar="T", help="0: the likeliest token (default: the model's)"
+        "--temperature", type=temperature, metavar="T", help="0: the likeliest token (default: the model's)"
     )
-    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="maximum tokens of an answer")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="maximum tokens of an answer")
     parser.add_argument("--api-key", metavar="KEY", help=f"a server's key (default: ${KEY_VARIABLE})")
     parser.add_argument("--model", metavar="NAME", help="a server's model (default: the first it lists)")
     parser.add_argument("--plain", action="store_true", help="do not render answers as Markdown")
@@ -65,14 +65,14 @@ def options(arguments: argparse.Namespace) -> ChatOptions:
     )
 
 
-def _temperature(text: str) -> float:
+def temperature(text: str) -> float:
     number = float(text)
     if not 0 <= number <= HOTTEST:
         raise argparse.ArgumentTypeError(f"must be from 0 to {HOTTEST}, found {text}")
     return number
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")

@@ -44,7 +44,7 @@ def _add_machine(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
     use.
     """
     parser.add_argument(
-        "--threads", type=_positive, help="computing threads (default: the physical cores that are available)"
+        "--threads", type=positive, help="computing threads (default: the physical cores that are available)"
     )
     parser.add_argument(
         "--device",
@@ -73,19 +73,19 @@ def _add_machine(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     """Adds to the parser of the server's command line the limits that divide the machine among requests."""
-    parser.add_argument("--max-batch", type=_positive, help="requests in a batch (default: from the mode)")
+    parser.add_argument("--max-batch", type=positive, help="requests in a batch (default: from the mode)")
     parser.add_argument(
         "--max-pages",
-        type=_positive,
+        type=positive,
         help="pages of 16 tokens in the KV cache (default: as many as fit the memory)",
     )
     parser.add_argument(
         "--prefill-chunk",
-        type=_positive,
+        type=positive,
         help="prompt tokens computed between two decode steps (default: from the mode)",
     )
     parser.add_argument(
-        "--max-waiting", type=_natural, help="requests that may wait; more get 503 (default: 1024)"
+        "--max-waiting", type=natural, help="requests that may wait; more get 503 (default: 1024)"
     )
 
 
@@ -103,7 +103,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft-tokens",
-        type=_positive,
+        type=positive,
         help=f"maximum tokens of a draft, with --speculate (default: {TOKENS})",
     )
 
@@ -134,7 +134,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tokens",
-        type=_positive,
+        type=positive,
         help="maximum tokens of an answer (default: as many as fit the context)",
     )
     parser.add_argument(
@@ -142,14 +142,14 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="log and drop unknown fields of requests instead of refusing them",
     )
-    parser.add_argument("--timeout", type=_seconds, help="maximum seconds for a request (default: no limit)")
+    parser.add_argument("--timeout", type=seconds, help="maximum seconds for a request (default: no limit)")
 
 
 def _add_process(parser: argparse.ArgumentParser, defaults: ServerOptions) -> None:
     """Adds to the parser of the server's command line the options for shutdown and logs."""
     parser.add_argument(
         "--drain",
-        type=_seconds,
+        type=seconds,
         default=defaults.drain,
         help=f"seconds that running requests get to end after SIGTERM (default {defaults.drain})",
     )
@@ -230,21 +230,21 @@ def _bytes(text: str) -> int:
     return count
 
 
-def _natural(text: str) -> int:
+def natural(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, found {text}")
     return number
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     number = float(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of seconds, found {text}")
     return number
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
