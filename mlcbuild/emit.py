@@ -12,7 +12,7 @@ from typing import cast
 
 from mlcbuild.build.graph import Source, Step
 from mlcbuild.bundles import provenance
-from mlcbuild.canon import Json, file_digest
+from mlcbuild.canon import Json
 from mlcbuild.keyfile import Signer
 from mlcbuild.pipeline import Pipeline, Product
 from mlcbuild.store.export import materialise
@@ -36,7 +36,7 @@ class Finished:
     @cached_property
     def recipe(self) -> Json:
         recipe = self.pipeline.recipe
-        return {"name": recipe.name, "blake3": file_digest(recipe.path)}
+        return {"name": recipe.name, "blake3": self.pipeline.recipe_digest}
 
     @cached_property
     def version(self) -> str:

@@ -30,7 +30,7 @@ from mlcbuild import quant
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step, StepDisplay
 from mlcbuild.bundles import assemble as bundle
 from mlcbuild.bundles.reference_logits import PROMPTS
-from mlcbuild.canon import Json, digest
+from mlcbuild.canon import Json, digest, file_digest
 from mlcbuild.check_steps import bench_step, verify_step
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock
@@ -110,6 +110,8 @@ class Pipeline:
     already."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Name of a step that cannot run here -> what this machine lacks and the user must install."""
+    recipe_digest: str = ""
+    """BLAKE3 digest of the recipe's file, in hex, when it was read. The file may change during a run."""
 
     def choose(self, patterns: Iterable[str]) -> tuple[str, ...]:
         """Returns the names of steps that patterns choose. patterns: names or globs; one that matches
@@ -150,13 +152,14 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
     Raises InputError, with positions in the recipe, for models that cannot be built or do not fit their
     variants.
     """
+    recipe_digest = file_digest(recipe.path)
     variants = expand(recipe)
     checkpoints = examined(recipe, variants, lock)
     assembly = _Assembly(recipe.directory, checkpoints, recipe.bench)
     products = tuple(assembly.add(variant) for variant in with_formats(variants, checkpoints))
     configs = {name: item.config for name, item in checkpoints.items() if item.config is not None}
     lacks = {item.library: words for item in products if (words := assembly.lacks.get(item.variant.target))}
-    return Pipeline(recipe, Graph(assembly.nodes.values()), products, configs, lacks)
+    return Pipeline(recipe, Graph(assembly.nodes.values()), products, configs, lacks, recipe_digest)
 
 
 def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:

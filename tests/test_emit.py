@@ -47,7 +47,8 @@ class Run:
         result = execute(graph, store, Options(executor="inline"), lambda _: None)
         records = {step.name: step.record for step in result.steps if step.record is not None}
         recipe = SimpleNamespace(name="x", path=place / "recipe.yaml")
-        pipeline = cast(Pipeline, SimpleNamespace(recipe=recipe, graph=graph))
+        read = {"recipe": recipe, "recipe_digest": file_digest(recipe.path)}
+        pipeline = cast(Pipeline, SimpleNamespace(**read, graph=graph))
         self.finished = Finished(pipeline, store, records, signer)
         self.output = place / "out"
         variant = SimpleNamespace(
@@ -74,6 +75,14 @@ def test_the_manifest_is_that_of_the_verification(tmp_path: Path) -> None:
     assert not emit(run.finished, run.product("config/m", "bundle/v", "verify/v", verify="verify/v"))
     assert emit(run.finished, run.product("config/m", "bundle/v")), "another manifest replaces it"
     assert (run.output / "bundle.json").read_text() == "{}"
+
+
+def test_provenance_names_the_recipe_that_was_read(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    digest = file_digest(tmp_path / "recipe.yaml")
+    (tmp_path / "recipe.yaml").unlink()  # as a change of branches during a long run does
+    assert emit(run.finished, run.product("config/m", "bundle/v"))
+    assert run.statement()["externalParameters"]["recipe"] == {"name": "x", "blake3": digest}
 
 
 def test_provenance_names_steps_sources_and_tools(tmp_path: Path) -> None:

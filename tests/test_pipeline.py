@@ -15,6 +15,7 @@ import pytest
 
 from mlcbuild import machine, pipeline, recipe
 from mlcbuild.build.graph import Source
+from mlcbuild.canon import file_digest
 from mlcbuild.checkpoints.checkpoint_kinds import TOKENIZERS
 from mlcbuild.checkpoints.fetch import Pinned
 from mlcbuild.checkpoints.hub import HubSource
@@ -60,6 +61,7 @@ def fine_tune(directory: Path) -> None:
 def test_what_cells_of_the_matrix_share(tmp_path: Path) -> None:
     fine_tune(tmp_path)
     created = built(tmp_path, MATRIX)
+    assert created.recipe_digest == file_digest(created.recipe.path)
     assert kinds(created) == {
         "config": 2,
         "tokenizer": 2,
