@@ -91,9 +91,9 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     return AdapterConfig(
         float(values["lora_alpha"]),
         values["r"],
-        values.get("use_rslora", False),
-        values.get("fan_in_fan_out", False),
-        values.get("use_dora", False),
+        bool(values.get("use_rslora")),
+        bool(values.get("fan_in_fan_out")),
+        bool(values.get("use_dora")),
         values.get("rank_pattern") or {},
         values.get("alpha_pattern") or {},
     )
@@ -109,7 +109,8 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     if not _is_alpha(values.get("lora_alpha")):
         lines.append(f"lora_alpha: must be a finite number, found {show(values.get('lora_alpha'))}")
     for name in ("use_rslora", "fan_in_fan_out", "use_dora"):
-        if not isinstance(values.get(name, False), bool):
+        # null means false to PEFT; axolotl writes it.
+        if not isinstance(values.get(name), bool | None):
             lines.append(f"{name}: must be true or false, found {show(values[name])}")
     for name, fits in (("rank_pattern", _is_rank), ("alpha_pattern", _is_alpha)):
         lines += _pattern_problems(name, values.get(name) or {}, fits)

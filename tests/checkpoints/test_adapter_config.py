@@ -50,6 +50,13 @@ def test_fields_that_say_nothing_are_ignored(tmp_path: Path) -> None:
     assert read(tmp_path, **more, init_lora_weights="gaussian") == AdapterConfig(16.0, 8)
 
 
+def test_null_means_false(tmp_path: Path) -> None:
+    """Checks the config of an adapter that axolotl trained: it states null where its own config states
+    nothing."""
+    flags = {"fan_in_fan_out": None, "use_rslora": None, "use_dora": None}
+    assert read(tmp_path, **flags) == AdapterConfig(16.0, 8)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
