@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -94,3 +95,29 @@ def test_a_bundle_for_another_device_is_refused(toy_bundle: Path) -> None:
         (result,) = calls(("open", {"url": f"http://127.0.0.1:{server.server_port}/"}))
         assert result["error"] == "this bundle is for the device 'cpu': build it for the target webgpu"
         server.shutdown()
+
+
+class Cut(SimpleHTTPRequestHandler):
+    """Sends half of bundle.json, and then ends the connection."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"{" * 500)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_server_that_cannot_be_reached_is_an_error_of_the_engine() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Cut) as server:
+        url = f"http://127.0.0.1:{server.server_port}/"
+        Thread(target=server.serve_forever, daemon=True).start()
+        (cut,) = calls(("open", {"url": url}))
+        server.shutdown()
+    (closed,) = calls(("open", {"url": url}))
+    for result in (cut, closed):
+        assert re.fullmatch(
+            rf"{url}bundle.json cannot be read \(.*\): check the address and the connection", result["error"]
+        )

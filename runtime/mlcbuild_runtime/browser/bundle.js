@@ -17,6 +17,11 @@ const PAUSE = 500; // milliseconds before the first retry; doubled each time
 
 /** A file whose digest is not the one in bundle.json. */
 class DamagedError extends EngineError {}
+/** A server that cannot be reached, or a connection that broke; reading is tried again. */
+class ConnectionError extends EngineError {}
+
+const broken = (url, { message }) =>
+  new ConnectionError(`${url} cannot be read (${message}): check the address and the connection`, "no_connection");
 
 /** The part of a manifest that this package reads. */
 function manifestOf(document) {
@@ -62,7 +67,10 @@ export class Bundle {
   static async open(url, options = {}) {
     const base = new URL(url.endsWith("/") ? url : `${url}/`, globalThis.location?.href);
     const response = await request(new URL("bundle.json", base), { cache: "no-cache", signal: options.signal });
-    const body = await response.arrayBuffer();
+    const body = await response.arrayBuffer().catch((error) => {
+      options.signal?.throwIfAborted();
+      throw broken(response.url, error);
+    });
     if (body.byteLength > MAX_MANIFEST) throw new EngineError("bundle.json is too large to be one", "bad_bundle");
     return new Bundle(base, manifestOf(parseJson(new Uint8Array(body), "bundle.json")), options);
   }
@@ -190,7 +198,7 @@ class Download {
       } catch (error) {
         this.close();
         this.signal?.throwIfAborted();
-        if (error instanceof EngineError || ++failures > RETRIES) throw error;
+        if (!(error instanceof ConnectionError) || ++failures > RETRIES) throw error;
         await new Promise((resume) => setTimeout(resume, PAUSE * 2 ** (failures - 1)));
       }
     }
@@ -200,9 +208,13 @@ class Download {
   async #piece(start) {
     if (this.at !== start) await this.#open(start);
     if (this.rest?.length) return this.rest;
-    const { done, value } = await this.reader.read();
-    if (done) throw new Error("the connection ended early");
+    const { done, value } = await this.#next();
+    if (done) throw broken(this.url, new Error("the connection ended early"));
     return value;
+  }
+
+  #next() {
+    return this.reader.read().catch((error) => { throw broken(this.url, error); });
   }
 
   async #open(start) {
@@ -216,7 +228,7 @@ class Download {
       throw new EngineError(`${this.url}: the server sent another part of the file than was requested`, "bad_server");
     while (this.at < start) {
       // The server ignores ranges: skip what is here already.
-      const { done, value } = await this.reader.read();
+      const { done, value } = await this.#next();
       if (done) throw new EngineError(`${this.url} is shorter than bundle.json says: copy the bundle again`, "damaged");
       this.rest = value.subarray(Math.min(value.length, start - this.at));
       this.at += value.length - this.rest.length;
@@ -236,7 +248,7 @@ async function request(url, options) {
     response = await fetch(url, options);
   } catch (error) {
     options.signal?.throwIfAborted();
-    throw new Error(`${url} cannot be read (${error.message}): check the address and the connection`);
+    throw broken(url, error);
   }
   if (!response.ok) throw new EngineError(`${url} cannot be read: the server answered ${response.status}`, "not_there");
   return response;
