@@ -66,7 +66,7 @@ BUILDER_TABLE: Mapping[str, str] = {
         "selection signals store"
     ),
     "doctor": "compiler machine store targets",
-    "installed": "build bundles checkpoints locking machine models quant session targets",
+    "installed": "build bundles checkpoints locking machine models quant session store targets",
     "bench": "bundles reports",
     "ci": "build checkpoints durations pipeline remotes reports signals store targets",
     "cli": (

@@ -4,12 +4,13 @@ installed yet.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from mlcbuild_runtime.locations import directories
 
-from mlcbuild.errors import UsageError, did_you_mean
+from mlcbuild.errors import StoreError, UsageError, did_you_mean
 from mlcbuild.installed import entries
 from mlcbuild.installed.entries import MANIFEST, InstalledModel, InstallOptions
 from mlcbuild.targets.host import host
@@ -81,15 +82,34 @@ def _installed(source: str, options: InstallOptions) -> Path:
     """Returns the directory of the bundle of a model; builds or downloads the bundle if it is not installed,
     and records that it is used now. source: an oci:// or hf:// address, or the absolute path of a checkpoint.
     Raises SetupError if this machine's system is not supported, UsageError for a scheme that is wrong or
-    named for a published bundle, and the error of a build or download that fails."""
+    named for a published bundle, StoreError if the store cannot be written, and the error of a build or
+    download that fails."""
     words = machine_words()
-    entry = _kept(source, options, words)
-    if entry is None:
-        from mlcbuild.installed.install import install
-
-        entry = install(source, words, options)
+    entry = _kept(source, options, words) or _new(source, options, words)
     entry.note_use()
     return entry.bundle
+
+
+def _new(source: str, options: InstallOptions, words: str) -> InstalledModel:
+    """Builds or downloads the bundle of a model, and returns it as an installed model. If another process
+    installs the same model, waits for its end, and uses what it has installed. source: an address, or the
+    absolute path of a checkpoint; words: triple, processor and features of this machine. Raises
+    StoreError if the store cannot be written, and the errors of `install`."""
+    from mlcbuild.canon import bytes_digest
+    from mlcbuild.installed.install import install
+    from mlcbuild.store.locks import holder, try_lock, wait_lock
+
+    place = options.root / entries.DIRECTORY / f".{bytes_digest(os.fsencode(source))[:16]}.lock"
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(place)
+        if lock is None:
+            options.note(f"{source}: another mlcbuild installs it ({holder(place)}): waiting for its end")
+            lock = wait_lock(place)
+    except OSError as error:
+        raise StoreError(f"{place.parent}: cannot be written: {error.strerror or error}") from None
+    with lock:
+        return _kept(source, options, words) or install(source, words, options)
 
 
 def _kept(source: str, options: InstallOptions, words: str) -> InstalledModel | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +30,7 @@ from mlcbuild.installed import entries
 from mlcbuild.installed import install as installing
 from mlcbuild.installed.entries import InstallOptions
 from mlcbuild.installed.install import install, recipe_text
+from mlcbuild.installed.resolve import bundles
 from tests.conftest import TINY
 
 WORDS = "x86_64-unknown-linux-gnu x86-64-v3"
@@ -218,6 +222,30 @@ def test_a_download_that_fails_leaves_nothing(store: Path, monkeypatch: pytest.M
     with pytest.raises(PublishError):
         install("oci://host/name:v1", WORDS, InstallOptions(store))
     assert nothing_is_left(store)
+
+
+def test_a_model_that_another_process_installs_is_waited_for(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled, waiting = list[str](), threading.Event()
+
+    def pull(address: str, directory: Path) -> None:
+        pulled.append(address)
+        assert waiting.wait(60)
+        write_bundle(directory)
+
+    def note(line: str) -> None:
+        if re.fullmatch(
+            r"oci://host/name:v1: another mlcbuild installs it \(.*\): waiting for its end", line
+        ):
+            waiting.set()
+
+    monkeypatch.setattr(installing, "pull", pull)
+    options = InstallOptions(store, note=note)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: bundles("oci://host/name:v1", options), range(2))
+    assert first == second == (store / "installed" / "name-v1" / "bundle",) and len(pulled) == 1
+    assert [path.name for path in (store / "installed").iterdir()] == ["name-v1"]
 
 
 def test_a_store_that_cannot_be_written_is_named(building: Session, tmp_path: Path) -> None:
