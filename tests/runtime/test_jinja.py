@@ -31,6 +31,25 @@ def test_templates_have_what_transformers_gives_them(source: str, text: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("'<' + a + '>'", '<{"é": [1]}>'),
+        ("a ~ ''", '{"é": [1]}'),
+        ("a", '{"é": [1]}'),
+        ("a | tojson(indent=0)", '{\n"é": [\n1\n]\n}'),
+        ("a is mapping and a is not string and 'é' in a", "True"),
+        ("a | items | list", "[('é', [1])]"),
+    ],
+)
+def test_arguments_of_tool_calls_are_objects_and_texts(expression: str, text: str) -> None:
+    """Checks that templates may read the arguments as an object (transformers) or append them (OpenAI)."""
+    source = f"{{% set a = messages[1].tool_calls[0].function.arguments %}}{{{{ {expression} }}}}"
+    call = {"function": {"name": "f", "arguments": {"é": [1]}}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call, None]}, None]
+    assert answer(source, messages=messages) == {"text": text}
+
+
+@pytest.mark.parametrize(
     ("source", "result"),
     [
         ("{{ raise_exception('no system role') }}", {"refused": "no system role"}),

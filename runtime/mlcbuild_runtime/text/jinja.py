@@ -72,6 +72,7 @@ def _answer(request: Mapping[str, Json], templates: dict[str, Template], size: i
     """
     source, variables = str(request["source"]), request["variables"]
     assert isinstance(variables, dict)
+    _mark_arguments(variables.get("messages"))
     signal.setitimer(signal.ITIMER_PROF, seconds(size))  # Its signal ends the process.
     try:
         if source not in templates:
@@ -83,6 +84,31 @@ def _answer(request: Mapping[str, Json], templates: dict[str, Template], size: i
         return {"failed": _reason(error)[:ERROR]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class _Arguments(dict[str, Json]):
+    """The arguments of a tool call. Most templates read them as an object; some append them to a text, as
+    OpenAI's API states them, and then they become JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def _mark_arguments(messages: Json) -> None:
+    """Replaces the arguments of all tool calls in the messages of a chat by objects that templates may also
+    append to texts."""
+    for message in messages if isinstance(messages, list) else ():
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), dict):
+                function["arguments"] = _Arguments(arguments)
 
 
 def _reason(error: Exception) -> str:
