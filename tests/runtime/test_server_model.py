@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
 from mlcbuild_format.errors import ServingError
-from mlcbuild_runtime.chat import server_model
+from mlcbuild_runtime.chat import chat, server_model
+from mlcbuild_runtime.chat.chat_options import ChatOptions
 from mlcbuild_runtime.chat.server_model import ServerModel
 
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
@@ -70,6 +73,14 @@ def test_a_stream_is_read_to_its_end() -> None:
     other = b'data: {"choices":[{"delta":{}}]}\n\n: comment\n\n'
     with sending(OK + event("a") + other + event("\ud800b") + b"data: [DONE]\n\n" + event("late")) as url:
         assert answered(url) == "a?b"
+
+
+def test_letters_that_the_output_cannot_encode_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="latin-1"))
+    with sending(OK + event("für 🙂") + b"data: [DONE]\n\n") as url:
+        assert chat(url, options=ChatOptions(prompt="hi", model="m")) == 0
+    assert out.getvalue() == b"f\xfcr \\U0001f642\n"
 
 
 @pytest.mark.parametrize(

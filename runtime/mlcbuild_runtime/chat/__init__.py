@@ -11,6 +11,7 @@ rendering.py       shows an answer as it arrives
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -45,6 +46,9 @@ def chat(path: Path | str, threads: int | None = None, options: ChatOptions | No
     from mlcbuild_runtime.chat.conversation import converse
 
     options = options or ChatOptions()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Letters that the encoding of the output lacks are written as escapes, as on standard error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if str(path).startswith(URLS):
             from mlcbuild_runtime.chat.server_model import ServerModel
