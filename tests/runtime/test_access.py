@@ -67,6 +67,8 @@ def test_a_refusal_says_which_header_is_missing() -> None:
     _, body = answer("/v1/chat/completions", {}, "one")
     assert body["error"]["code"] == "invalid_api_key"
     assert "send the header 'Authorization: Bearer KEY'" in body["error"]["message"]
+    assert answer("/v1/messages", {}, "one")[1]["error"]["type"] == "authentication_error"
+    assert answer("/api/chat", {}, "one")[1]["error"].startswith("this server needs a key")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,17 @@ def test_an_unknown_path_is_answered_with_those_that_exist() -> None:
     assert len(message(long)) < 300
 
 
+def test_errors_have_the_form_of_the_path_s_api() -> None:
+    ollama = asyncio.run(error_responses.http_error(request("/api/pull", "POST"), HTTPException(404)))
+    assert str(json.loads(bytes(ollama.body))["error"]).startswith("there is no path /api/pull")
+    for path in ("/v1/messages/batches", "/messages/batches"):
+        response = asyncio.run(error_responses.http_error(request(path), HTTPException(404)))
+        document = json.loads(bytes(response.body))
+        assert (document["type"], document["error"]["type"]) == ("error", "not_found_error")
+    defect = asyncio.run(error_responses.unexpected_error(request("/api/chat"), ValueError()))
+    assert json.loads(bytes(defect.body)) == {"error": "the server has failed: see its log"}
+
+
 def test_a_wrong_method_is_answered_with_the_right_one() -> None:
     error = HTTPException(405, headers={"Allow": "POST"})
     response = asyncio.run(error_responses.http_error(request("/v1/models", "PUT"), error))

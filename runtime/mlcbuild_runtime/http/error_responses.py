@@ -7,27 +7,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlcbuild_format.errors import RequestError, ServingError
+from mlcbuild_format.fields import Json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from mlcbuild_runtime.openai.chat_documents import error_document
+from mlcbuild_runtime.openai import anthropic_stream, chat_documents, ollama_stream
 
 SHOWN = 100
 """Maximum characters of a path that an error message repeats."""
 
 
+def error_document(path: str, error: ServingError) -> dict[str, Json]:
+    """Returns an error as the JSON document of the API to which the URL path of the request belongs: Ollama's
+    for paths below /api, Anthropic's for /v1/messages, OpenAI's for all others."""
+    if path.startswith("/api/"):
+        return ollama_stream.error_document(error)
+    if path.removeprefix("/v1").startswith("/messages"):
+        return anthropic_stream.error_document(error)
+    return chat_documents.error_document(error)
+
+
 async def http_error(request: Request, error: Exception) -> Response:
     """Returns the response to a request whose path (404) or method (405) the server does not have."""
     assert isinstance(error, HTTPException)
-    path = request.url.path[:SHOWN]
+    path, status = request.url.path[:SHOWN], error.status_code
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{path} does not take {request.method}: it takes {allowed}"
     else:
         message = f"there is no path {path}: {_paths(request.app.routes)}"
-    return JSONResponse(error_document(RequestError(message)), error.status_code, headers=error.headers)
+    document = error_document(request.url.path, RequestError(message, status=status))
+    return JSONResponse(document, status, headers=error.headers)
 
 
 def _paths(routes: Sequence[BaseRoute]) -> str:
@@ -46,7 +58,8 @@ async def gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=400)
 
 
-async def unexpected_error(_request: Request, _error: Exception) -> Response:
+async def unexpected_error(request: Request, _error: Exception) -> Response:
     """Returns the response (500) after a defect of the server: the log has the traceback, and the client
     learns only that the server failed."""
-    return JSONResponse(error_document(ServingError("the server has failed: see its log")), 500)
+    failure = ServingError("the server has failed: see its log")
+    return JSONResponse(error_document(request.url.path, failure), 500)

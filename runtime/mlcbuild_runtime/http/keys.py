@@ -10,7 +10,7 @@ from mlcbuild_format.errors import RequestError
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlcbuild_runtime.openai.chat_documents import error_document
+from mlcbuild_runtime.http.error_responses import error_document
 
 
 class Keys:
@@ -34,7 +34,8 @@ class Keys:
             status=401,
         )
         headers = {"WWW-Authenticate": "Bearer"}
-        await JSONResponse(error_document(error), error.status, headers=headers)(scope, receive, send)
+        document = error_document(scope["path"], error)
+        await JSONResponse(document, error.status, headers=headers)(scope, receive, send)
 
     def _opened_by(self, scope: Scope) -> bool:
         headers = dict(scope["headers"])

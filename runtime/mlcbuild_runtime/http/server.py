@@ -38,12 +38,10 @@ from mlcbuild_runtime.openai import (
     anthropic_request,
     anthropic_stream,
     embeddings,
-    ollama_stream,
     openapi,
     service,
 )
 from mlcbuild_runtime.openai import responses_request as responses
-from mlcbuild_runtime.openai.chat_documents import error_document
 from mlcbuild_runtime.openai.history import History, Kept, begun, listed
 from mlcbuild_runtime.openai.responses_stream import CANCELLED, ResponseOutput
 from mlcbuild_runtime.openai.service import CompletionJob
@@ -184,12 +182,8 @@ class _Server:
         status = error.status if isinstance(error, RequestError) else 500
         self._metrics.error(status)
         headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
-        path = request.url.path
-        if path.startswith("/api/"):
-            return JSONResponse(ollama_stream.error_document(error), status, headers=headers)
-        if path.removeprefix("/v1").startswith("/messages"):
-            return JSONResponse(anthropic_stream.error_document(error), status, headers=headers)
-        return JSONResponse(error_document(error), status, headers=headers)
+        document = error_responses.error_document(request.url.path, error)
+        return JSONResponse(document, status, headers=headers)
 
     async def health(self, _request: Request) -> Response:
         states, total = self._models.states(), self._models.state()

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlcbuild_runtime.openai.chat_documents import error_document
+from mlcbuild_runtime.http.error_responses import error_document
 
 
 def is_loopback(name: str) -> bool:
@@ -50,7 +50,7 @@ class Sites:
         if error is None:
             await self._app(scope, receive, send)
             return
-        await JSONResponse(error_document(error), error.status)(scope, receive, send)
+        await JSONResponse(error_document(scope["path"], error), error.status)(scope, receive, send)
 
     def _fault(self, headers: Headers) -> RequestError | None:
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
