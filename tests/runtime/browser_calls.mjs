@@ -105,6 +105,26 @@ const CALLS = {
     const create = () => ending(engine.chat.completions.create({ messages: [] }));
     return [await create(), ...(await Promise.all([ending(engine.unload()), ending(engine.unload()), create(), ending(engine.forget())])), await create()];
   },
+  // Clicks on buttons of the page while its model is loading; returns what the page says after each.
+  clicks: async ({ buttons }) => {
+    const elements = new Map();
+    globalThis.document = {
+      querySelector: () => ({ content: "bundle/" }),
+      getElementById: (id) => elements.get(id) ?? elements.set(id, new EventTarget()).get(id),
+    };
+    globalThis.location = { href: "http://localhost/" };
+    globalThis.Worker = class extends EventTarget {
+      postMessage() {}
+    };
+    await import(new URL("page.js", root));
+    const texts = [];
+    for (const id of buttons) {
+      elements.get(id).dispatchEvent(new Event("click"));
+      await new Promise((resume) => setTimeout(resume));
+      texts.push(elements.get("status")?.textContent ?? null);
+    }
+    return texts;
+  },
   files: ({ names }) => tokenizerFiles((name) => names.includes(name)),
   programs: ({ documents, pages }) => documents.map((text) => {
     try {

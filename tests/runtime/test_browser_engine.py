@@ -180,3 +180,8 @@ def test_an_engine_in_a_worker_refuses_calls_once_it_is_unloaded() -> None:
     before, *unloads, during, forgotten, after = call("unloaded", None)
     assert (before, unloads) == ("create", ["unload", "unload"])
     assert [during, forgotten, after] == [refused] * 3
+
+
+def test_the_page_frees_and_deletes_nothing_before_a_model_is_loaded() -> None:
+    texts = call("clicks", {"buttons": ["unload", "forget"]})
+    assert texts == ["No model is loaded: wait until it is, or reload the page."] * 2

@@ -111,15 +111,23 @@ $("reset").addEventListener("click", () => {
   history = [];
   $("log").textContent = "";
 });
+/** Says what to do where no model is loaded; returns whether one is. */
+function isLoaded() {
+  if (!engine) status("No model is loaded: wait until it is, or reload the page.");
+  return engine !== null;
+}
+
 $("unload").addEventListener("click", async () => {
+  if (!isLoaded()) return;
   control?.abort();
-  await engine?.unload();
+  await engine.unload();
   engine = null;
   $("send").disabled = true;
   status("The memory of the GPU is free. Reload the page to chat again.");
 });
 $("forget").addEventListener("click", async () => {
-  await engine?.forget();
+  if (!isLoaded()) return;
+  await engine.forget();
   status("The stored model is deleted. The next visit downloads it again.");
 });
 load();
