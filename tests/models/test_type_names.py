@@ -159,6 +159,14 @@ def test_refusals_say_what_is_wrong(name: str, changes: typegoldens.Config, mess
         parse({**values, **changes})
 
 
+def test_gemma_may_name_its_activation_twice_if_both_are_the_same() -> None:
+    values = typegoldens.CONFIGS["gemma"] | {"hidden_act": "gelu"}
+    assert parse(values | {"hidden_activation": "gelu_pytorch_tanh"}) == parse(values)
+    for act, activation in (("silu", "gelu_pytorch_tanh"), ("gelu", "gelu")):
+        with pytest.raises(CheckpointError, match="hidden_activation: family 'gemma' supports only null"):
+            parse(values | {"hidden_act": act, "hidden_activation": activation})
+
+
 def test_a_missing_text_model_is_reported_as_missing() -> None:
     with pytest.raises(CheckpointError, match="text_config: must be an object, and is missing"):
         parse({"model_type": "gemma3"})

@@ -11,6 +11,9 @@ from mlcbuild.models.layers import RmsNorm
 def _read(fields: Fields, common: Common) -> ModelConfig:
     has_bias = fields.flag("attention_bias", False)
     layer = common.layer(qkv_bias=has_bias, output_bias=has_bias)
+    # Gemma 1.1 has both names: transformers 4 reads hidden_activation first, transformers 5 hidden_act alone.
+    same = ("gelu_pytorch_tanh",) if common.feed_forward.activation == "gelu_tanh" else ()
+    fields.neutral({"hidden_activation": (None, *same)}, "family 'gemma'")
     scale = scaled_embedding(fields, common.model.hidden_size)
     return common.of(common.all_alike(fields, layer), embedding_scale=scale)
 
