@@ -21,8 +21,8 @@ _CLASS = {
 config.json.
 """
 _TRAINING = {
-    *("attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "gradient_checkpointing"),
-    *("hidden_dropout", "initializer_range", "resid_pdrop"),
+    *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop"),
+    *("gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "initializer_range", "resid_pdrop"),
 }
 _TOKENS = {
     *("begin_suppress_tokens", "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id"),

@@ -167,6 +167,21 @@ def test_gemma_may_name_its_activation_twice_if_both_are_the_same() -> None:
             parse(values | {"hidden_act": act, "hidden_activation": activation})
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("bloom", {"attention_softmax_in_fp32": True, "masked_softmax_fusion": True}),
+        ("falcon", {"ff_factor": 4}),
+        ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+        ("starcoder2", {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}),
+        ("starcoder2", {"scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}),
+    ],
+)
+def test_fields_of_published_models_that_transformers_ignores(name: str, changes: typegoldens.Config) -> None:
+    values = typegoldens.CONFIGS[name]
+    assert parse({**values, **changes}) == parse(values)
+
+
 def test_a_missing_text_model_is_reported_as_missing() -> None:
     with pytest.raises(CheckpointError, match="text_config: must be an object, and is missing"):
         parse({"model_type": "gemma3"})

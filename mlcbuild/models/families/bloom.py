@@ -17,7 +17,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     fields.ignore(
         ("slow_but_exact", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "seq_length")
     )
-    fields.ignore(("skip_bias_add", "skip_bias_add_qkv", "unk_token_id", "n_inner"))
+    fields.ignore(("attention_softmax_in_fp32", "skip_bias_add", "skip_bias_add_qkv", "n_inner"))
     layers = common.all_alike(fields, replace(layer, feed_forward=feed_forward))
     return common.of(layers, embedding_norm=common.norm)
 

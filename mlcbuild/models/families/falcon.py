@@ -17,7 +17,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     is_parallel = fields.flag("parallel_attn", True)
     if not is_new and fields.flag("multi_query", True):
         attention = replace(attention, kv_heads=1)
-    fields.ignore(("multi_query", "apply_residual_connection_post_layernorm", "max_seq_len"))
+    fields.ignore(("multi_query", "apply_residual_connection_post_layernorm", "ff_factor", "max_seq_len"))
     residual: Residual = "parallel_shared" if is_parallel else "sequential"
     if (is_new and not is_parallel) or (not is_new and count == 2):
         fields.problem("num_ln_in_parallel_attn", "two norms need parallel_attn and new_decoder_architecture")

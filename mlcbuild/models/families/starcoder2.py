@@ -17,6 +17,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     layer = replace(layer, feed_forward=replace(common.feed_forward, gated=False, bias=has_bias))
     window = fields.maybe_integer("sliding_window", None)
     fields.ignore(("residual_dropout", "embedding_dropout", "norm_type", "mlp_type"))
+    # Published checkpoints have fields of StarCoder, which transformers does not read for StarCoder2.
+    fields.ignore(("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon"))
+    fields.ignore(("scale_attention_softmax_in_fp32", "scale_attn_weights"))
     return common.of(common.all_alike(fields, layer, window))
 
 
