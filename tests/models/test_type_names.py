@@ -146,6 +146,8 @@ def test_parts_without_text_are_left_out_by_name_and_count(
             "moe_intermediate_size: must be 40 for every",
         ),
         ("hunyuan_v1_moe", {"use_mla": True}, "use_mla: family 'hunyuan_v1_moe' supports only false"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm: family 'hunyuan_v1_dense' supports only"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block: family 'cohere2' supports only true"),
         ("internlm3", {"bias": False}, "bias: must be equal to qkv_bias"),
         ("gpt_oss", {"rope_parameters": None}, "rope_scaling: missing; give the scaling"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token: family 'gpt_oss' supports only null or 2"),
@@ -171,8 +173,13 @@ def test_gemma_may_name_its_activation_twice_if_both_are_the_same() -> None:
     ("name", "changes"),
     [
         ("bloom", {"attention_softmax_in_fp32": True, "masked_softmax_fusion": True}),
+        ("cohere2", {"layer_switch": 4, "use_embedding_sharing": True, "use_gated_activation": True}),
+        ("cohere2", {"use_parallel_block": True, "use_parallel_embedding": False}),
         ("falcon", {"ff_factor": 4}),
         ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+        ("hunyuan_v1_dense", {"cla_share_factor": 2, "dense_list": [4096, 0], "norm_type": "rms"}),
+        ("hunyuan_v1_dense", {"mask_init_id": 12, "pad_id": 3, "use_cla": False, "use_qk_norm": True}),
+        ("hunyuan_v1_moe", {"mask_init_id": 12, "pad_id": 3, "use_rotary_pos_emb": True}),
         ("starcoder2", {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}),
         ("starcoder2", {"scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}),
     ],
@@ -180,6 +187,14 @@ def test_gemma_may_name_its_activation_twice_if_both_are_the_same() -> None:
 def test_fields_of_published_models_that_transformers_ignores(name: str, changes: typegoldens.Config) -> None:
     values = typegoldens.CONFIGS[name]
     assert parse({**values, **changes}) == parse(values)
+
+
+def test_hunyuan_has_two_names_for_the_size_of_a_head() -> None:
+    values = typegoldens.CONFIGS["hunyuan_v1_dense"]
+    size = parse(values).layers[0].mixer.head_dim
+    assert parse({**values, "attention_head_dim": size, "head_dim": size}) == parse(values)
+    with pytest.raises(CheckpointError, match="attention_head_dim: is 4, but head_dim is 2; keep one"):
+        parse({**values, "head_dim": 2, "attention_head_dim": 4})
 
 
 def test_a_missing_text_model_is_reported_as_missing() -> None:

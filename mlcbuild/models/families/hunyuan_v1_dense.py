@@ -12,6 +12,14 @@ NAMES: Names = {
     "attn.k_norm.weight": ("self_attn.key_layernorm.weight",),
 }
 
+_ALONE = {
+    "norm_type": ("rms",),
+    "use_cla": (False,),
+    "use_qk_norm": (True,),
+    "use_rotary_pos_emb": (True,),
+}
+"""Field of config.json that transformers ignores -> values that agree with its results; others are errors."""
+
 
 def read(fields: Fields, common: Common) -> ModelConfig:
     """Returns the model that a config.json of the family Hunyuan describes, with dense feed-forwards. fields:
@@ -23,6 +31,8 @@ def read(fields: Fields, common: Common) -> ModelConfig:
         ("eod_token_id", "sep_token_id", "im_end_id", "im_newline_id", "im_start_id", "text_end_id")
     )
     fields.ignore(("text_start_id", "add_classification_head", "pool_type", "class_num", "org_vocab_size"))
+    fields.ignore(("cla_share_factor", "dense_list", "mask_init_id", "pad_id"))
+    fields.neutral(_ALONE, f"family '{common.model.family}'")
     return common.of(common.all_alike(fields, layer))
 
 
@@ -31,6 +41,10 @@ FAMILY = Family(
     "HunYuanDenseV1ForCausalLM",
     read,
     RopeRules(extensions=("alpha",)),
-    config=ConfigRules(kv_heads_optional=True, defaults={"rms_norm_eps": 1e-5}),
+    config=ConfigRules(
+        kv_heads_optional=True,
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={"attention_head_dim": "head_dim"},
+    ),
     tensors=TensorRules(NAMES),
 )

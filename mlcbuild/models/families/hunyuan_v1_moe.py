@@ -10,8 +10,8 @@ from mlcbuild.models.families import hunyuan_v1_dense
 from mlcbuild.models.family import Common, TensorRules
 from mlcbuild.models.fields import Fields
 
-_OFF = ("group_limited_greedy", "position_embedding_xdrope", "use_cla", "use_mla")
-_ON = ("norm_topk_prob", "use_mixed_mlp_moe", "use_qk_norm", "use_rotary_pos_emb")
+_OFF = ("group_limited_greedy", "position_embedding_xdrope", "use_mla")
+_ON = ("norm_topk_prob", "use_mixed_mlp_moe")
 _NULL = ("kv_lora_rank", "n_group", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "topk_group")
 _SPELLINGS = {"attention_head_dim": "head_dim", "num_experts_per_tok": "moe_topk"}
 _ALONE = {
@@ -19,7 +19,6 @@ _ALONE = {
     **dict.fromkeys(_ON, (True,)),
     **dict.fromkeys((*_NULL, "v_head_dim", "xdrope_section"), (None,)),
     "moe_layer_num_skipped": (0,),
-    "norm_type": ("rms",),
     "routed_scaling_factor": (1.0,),
 }
 """Field of config.json that transformers ignores -> values that agree with its results; others are errors."""
@@ -34,7 +33,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
             fields.problem(name, f"must be {value} for every layer")
     chosen = fields.integers("moe_topk", common.count, 1)
     fields.neutral(_ALONE, "family 'hunyuan_v1_moe'")
-    fields.ignore(("cla_share_factor", "dense_list", "moe_drop_tokens", "moe_random_routing_dropped_token"))
+    fields.ignore(("moe_drop_tokens", "moe_random_routing_dropped_token"))
     fields.ignore(("anyres_pooling_size", "num_media_embeds", "output_router_logits", "skip_cls_token"))
     experts = Experts(count, 1, size, common.feed_forward.activation, shared_size=size)
     pairs = zip(dense.layers, chosen, strict=True)
