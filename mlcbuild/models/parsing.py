@@ -197,7 +197,7 @@ def _check_code(fields: Fields, family: Family) -> None:
     """Adds a problem to `fields`, the reader of config.json, if the field `architectures` names other classes
     than the one of `family`, or if `auto_map` names code in the checkpoint, unless the family allows that."""
     listed = fields.get("architectures")
-    if listed not in (None, ABSENT, [], [family.architecture]):
+    if listed not in (None, ABSENT, []) and not _names_class(listed, family.architecture):
         fields.problem("architectures", f'must be ["{family.architecture}"], found {show(listed)}')
     if fields.get("auto_map") not in (None, ABSENT, {}) and not family.remote_code:
         fields.problem(
@@ -206,3 +206,12 @@ def _check_code(fields: Fields, family: Family) -> None:
             f"remove the field if transformers' own {family.architecture} computes the same",
         )
     fields.ignore(("auto_map",))
+
+
+def _names_class(listed: object, name: str) -> bool:
+    """Returns True if `listed`, a value from config.json, is a list with one class name that equals `name` up
+    to case and underscores: published checkpoints also have the names of their own code, such as
+    PhiMoEForCausalLM and Ernie4_5_ForCausalLM."""
+    if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], str):
+        return False
+    return listed[0].replace("_", "").lower() == name.replace("_", "").lower()

@@ -189,6 +189,17 @@ def test_fields_of_published_models_that_transformers_ignores(name: str, changes
     assert parse({**values, **changes}) == parse(values)
 
 
+@pytest.mark.parametrize(
+    ("name", "spelling"), [("phimoe", "PhiMoEForCausalLM"), ("ernie4_5", "Ernie4_5_ForCausalLM")]
+)
+def test_architectures_may_name_the_class_as_the_checkpoints_own_code_does(name: str, spelling: str) -> None:
+    values = typegoldens.CONFIGS[name]
+    assert parse({**values, "architectures": [spelling]}) == parse(values)
+    for other in (["PhiForCausalLM"], [spelling, spelling], [3], spelling):
+        with pytest.raises(CheckpointError, match="architectures: must be"):
+            parse({**values, "architectures": other})
+
+
 def test_hunyuan_has_two_names_for_the_size_of_a_head() -> None:
     values = typegoldens.CONFIGS["hunyuan_v1_dense"]
     size = parse(values).layers[0].mixer.head_dim
