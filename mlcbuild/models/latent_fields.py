@@ -56,7 +56,7 @@ def _mscale(fields: Fields) -> float:
     it does not extend the context."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
-        if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "yarn":
+        if isinstance(scaling, dict) and "yarn" in (scaling.get("rope_type"), scaling.get("type")):
             factor, weight = scaling.get("factor"), scaling.get("mscale_all_dim")
             if isinstance(factor, int | float) and isinstance(weight, int | float) and weight:
                 return 1.0 if factor <= 1 else (yarn_attention(factor, None, None) - 1) * weight + 1

@@ -92,5 +92,6 @@ def test_yarn_raises_the_scale_of_latent_attention(factor: float, weight: float)
     rope_scaling; otherwise it is unchanged."""
     scaling = {"type": "yarn", "factor": factor, "mscale_all_dim": weight}
     actual = latent(rope_scaling=scaling)[0].scale / latent()[0].scale
+    assert latent(rope_scaling=scaling | {"rope_type": None}) == latent(rope_scaling=scaling)
     expected = 0.1 * weight * np.log(factor) + 1 if factor > 1 and weight else 1.0
     assert actual == pytest.approx(expected**2) and yarn_attention(40.0, None, None) > 1
