@@ -126,6 +126,7 @@ def test_parts_without_text_are_left_out_by_name_and_count(
         ("gptj", {"n_layer": 0}, "n_layer: must be an integer from 1"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: must be a list of 3 times 0 or 1, found"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: family 'opt' supports only true"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm: family 'opt' supports only"),
         ("opt", {"word_embed_proj_dim": 20}, "word_embed_proj_dim: family 'opt' supports only null or 36"),
         (
             "bloom",
