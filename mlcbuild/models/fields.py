@@ -55,8 +55,8 @@ class Fields:
         values add an error message, and the later one in the object is read.
 
         spellings: field name that only one model family uses -> shared name. defaults: shared name -> value
-        of an absent field (a field that is null is not absent); the one of rope_parameters is not used if the
-        object has rope_scaling.
+        of an absent field (a field that is null is not absent, except for rope_parameters); the one of
+        rope_parameters is not used if the object has rope_scaling.
         """
         values: dict[str, object] = {}
         shown: dict[str, str] = {}
@@ -67,6 +67,8 @@ class Fields:
                     name, f"is {show(value)}, but {shown[shared]} is {show(values[shared])}; keep one"
                 )
             values[shared], shown[shared] = value, name
+        if values.get("rope_parameters", ABSENT) is None and "rope_parameters" in defaults:
+            del values["rope_parameters"]
         absent = {name: value for name, value in defaults.items() if name not in values}
         if "rope_scaling" in values:
             absent.pop("rope_parameters", None)

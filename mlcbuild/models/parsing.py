@@ -183,9 +183,10 @@ def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    if fields.has("head_dim") or family.config.head_dim is not None:
+    # An explicit null means a share of hidden_size, where the size is that of the whole head.
+    is_shared = fields.get("head_dim") is None and "head_dim" not in family.config.spellings.values()
+    if fields.has("head_dim") or (family.config.head_dim is not None and not is_shared):
         return fields.integer("head_dim", default=family.config.head_dim, high=2**12)
-    fields.get("head_dim")
     if fields.sound("hidden_size", "num_attention_heads") and hidden % heads:
         fields.problem(
             "hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}; give head_dim"

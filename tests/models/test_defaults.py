@@ -54,6 +54,19 @@ def test_an_absent_field_has_its_default_or_is_missing(family: str) -> None:
     assert [name for name, case in cases.items() if understood(case) not in (None, config)] == []
 
 
+@pytest.mark.parametrize("family", ["apertus", "ministral3"])
+def test_null_rope_parameters_are_the_family_s(family: str) -> None:
+    values = written(family)
+    assert parse(values | {"rope_parameters": None}) == parse(values)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5", "ministral3", "seed_oss"])
+def test_a_null_head_size_is_a_share_of_the_hidden_size(family: str) -> None:
+    values = written(family) | {"hidden_size": 4096, "num_attention_heads": 64}
+    assert attention(parse(without(values, "head_dim"))).head_dim == 128
+    assert attention(parse(values | {"head_dim": None})).head_dim == 64
+
+
 @pytest.mark.parametrize(("family", "count"), [("dots1", 32), ("mixtral", 8), ("qwen2_moe", 16)])
 def test_absent_key_value_heads_are_a_number_or_as_many_as_heads(family: str, count: int) -> None:
     values = written(family) | {"num_attention_heads": 64}
