@@ -86,7 +86,8 @@ def _common(keys: GgufKeys, family: str) -> Fields:
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
     }
     rotated = keys.integer("rope.dimension_count", head_dim)
-    if rotated != head_dim:
+    # GLM-4.5 rotates half of each head unless its config states the share.
+    if rotated != head_dim or family == "glm4moe":
         fields["partial_rotary_factor"] = rotated / head_dim
     scaling = _rope_scaling(keys, family)
     return fields if scaling is None else {**fields, "rope_scaling": scaling}

@@ -90,6 +90,14 @@ def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
     np.testing.assert_allclose(computed, expected, rtol=0, atol=1e-5 * np.ptp(expected))
 
 
+@pytest.mark.parametrize("stated", [None, 6])
+def test_heads_are_rotated_as_the_file_says(tmp_path: Path, stated: int | None) -> None:
+    config, tensors = checkpoint("glm4_moe")
+    changes = {"rope.dimension_count": stated, "attention.key_length": 6}
+    write_model(config | {"head_dim": 6}, tensors, tmp_path / "m.gguf", changes=changes)
+    assert read_config(tmp_path / "m.gguf").ropes[0].dim == 6
+
+
 FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "count": (
         "olmoe",
