@@ -20,8 +20,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     windows = layer_windows(fields, kinds, fields.maybe_integer("sliding_window", 4096))
     fields.ignore(("order_of_interleaved_layers", "position_embedding_type", "rotary_pct"))
     # Cohere's own code reads these fields, transformers none of them.
-    own = ("use_embedding_sharing", "use_gated_activation", "use_parallel_block")
-    fields.neutral(dict.fromkeys(own, (True,)), "family 'cohere2'")
+    always = ("use_embedding_sharing", "use_gated_activation", "use_parallel_block")
+    fields.neutral(dict.fromkeys(always, (True,)), "family 'cohere2'")
     fields.ignore(("layer_switch", "use_parallel_embedding"))
     return common.of(
         unrotated(windowed(layer, windows), [window is not None for window in windows]),

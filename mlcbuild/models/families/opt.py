@@ -15,9 +15,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     layer = common.layer(qkv_bias=has_bias, output_bias=has_bias)
     layer = replace(layer, feed_forward=replace(common.feed_forward, gated=False, bias=has_bias))
     hidden = common.model.hidden_size
-    on, own = ("do_layer_norm_before", "layer_norm_elementwise_affine"), "family 'opt'"
-    fields.neutral(dict.fromkeys(on, (True,)), own)
-    fields.neutral({"_remove_final_layer_norm": (False,), "word_embed_proj_dim": (None, hidden)}, own)
+    on, family = ("do_layer_norm_before", "layer_norm_elementwise_affine"), "family 'opt'"
+    fields.neutral(dict.fromkeys(on, (True,)), family)
+    fields.neutral({"_remove_final_layer_norm": (False,), "word_embed_proj_dim": (None, hidden)}, family)
     fields.ignore(("dropout", "layerdrop", "init_std", "activation_dropout", "output_projection"))
     offset, positions = 2, common.model.max_position
     return common.of(
