@@ -90,10 +90,12 @@ class InstalledModel:
     @property
     def is_complete(self) -> bool:
         """Returns True if the bundle of this installed model exists, and the files of the local checkpoint
-        from which it was built still have their sizes and mtimes. Files that were added to the checkpoint
-        later are not noticed."""
-        return (self.bundle / MANIFEST).is_file() and all(
-            _stat(Path(self.source), name) == tuple(stat) for name, stat in self.files.items()
+        from which it was built still have their sizes and mtimes, or the whole checkpoint is gone. Files that
+        were added to the checkpoint later are not noticed."""
+        source = Path(self.source)
+        return (self.bundle / MANIFEST).is_file() and (
+            not os.access(source, os.F_OK)
+            or all(_stat(source, name) == tuple(stat) for name, stat in self.files.items())
         )
 
     @property

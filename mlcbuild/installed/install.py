@@ -44,7 +44,7 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
     path = entries.place(options.root, source, *(("", "") if chosen is None else (chosen.scheme, target)))
     entry = InstalledModel(path, source)
     if chosen is not None:
-        stats = {} if "://" in source else entries.stats(Path(source))
+        stats = {} if "://" in source else _stats(source)
         choice = "default" if named is None else ""
         entry = InstalledModel(path, source, chosen.scheme, target, choice, stats)
     try:
@@ -61,6 +61,14 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
         if not (entry.bundle / MANIFEST).is_file():
             shutil.rmtree(path, ignore_errors=True)
     return entry
+
+
+def _stats(source: str) -> entries.Stats:
+    """Returns the sizes and times of a local checkpoint's files. Raises UsageError if it cannot be read."""
+    try:
+        return entries.stats(Path(source))
+    except OSError as error:
+        raise UsageError(f"{source}: the checkpoint cannot be read: {error.strerror}") from None
 
 
 def _is_published(source: str) -> bool:

@@ -91,6 +91,8 @@ def test_an_edited_source_makes_a_bundle_stale(tmp_path: Path) -> None:
     assert not again.is_complete
     (source / "config.json").unlink()
     assert not again.is_complete
+    source.rmdir()
+    assert again.is_complete, "without the checkpoint its bundle remains"
     (installed.bundle / entries.MANIFEST).unlink()
     assert not installed.is_complete, "an address has no files, but its bundle must be there"
 

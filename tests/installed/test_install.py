@@ -30,7 +30,7 @@ from mlcbuild.installed import entries
 from mlcbuild.installed import install as installing
 from mlcbuild.installed.entries import InstallOptions
 from mlcbuild.installed.install import install, recipe_text
-from mlcbuild.installed.resolve import bundles
+from mlcbuild.installed.resolve import bundles, machine_words
 from tests.conftest import TINY
 
 WORDS = "x86_64-unknown-linux-gnu x86-64-v3"
@@ -246,6 +246,18 @@ def test_a_model_that_another_process_installs_is_waited_for(
         first, second = pool.map(lambda _: bundles("oci://host/name:v1", options), range(2))
     assert first == second == (store / "installed" / "name-v1" / "bundle",) and len(pulled) == 1
     assert [path.name for path in (store / "installed").iterdir()] == ["name-v1"]
+
+
+def test_a_model_whose_checkpoint_is_gone_is_used_but_not_built_again(store: Path, tmp_path: Path) -> None:
+    directory, source = store / entries.DIRECTORY / "tiny", str(tmp_path / "gone" / "tiny")
+    directory.mkdir(parents=True)
+    write_bundle(directory / "bundle")
+    entries.InstalledModel(
+        directory, source, "q8f16_1", machine_words(), files={"config.json": (1, 1)}
+    ).write()
+    assert bundles("tiny", InstallOptions(store)) == (directory / "bundle",)
+    with pytest.raises(UsageError, match=f"^{source}: the checkpoint cannot be read: No such file"):
+        bundles("tiny", InstallOptions(store, "q4f16_1"))
 
 
 def test_a_store_that_cannot_be_written_is_named(building: Session, tmp_path: Path) -> None:
