@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -107,25 +108,23 @@ def listed(arguments: argparse.Namespace) -> int:
     from mlcbuild.cli.listing import show, table
     from mlcbuild.cli.store_access import ago
 
-    installed = [(item, _scheme(item)) for item in entries.read(_root(arguments))]
-    rows = [("name", "scheme", "bytes", "last used", "source")]
-    rows += [
-        (item.name, scheme or "-", sizes.show(item.size), ago(entries.ago(item)), item.source)
-        for item, scheme in installed
-    ]
-    document = [
-        {
-            "name": item.name,
-            "scheme": scheme or None,
-            "bytes": item.size,
-            "used": item.used,
-            "source": item.source,
-            "bundle": str(item.bundle),
-        }
-        for item, scheme in installed
-    ]
+    rows, document = [("name", "scheme", "bytes", "last used", "source")], []
+    for item in entries.read(_root(arguments)):
+        with suppress(OSError):  # It was removed meanwhile.
+            used, scheme, size = item.used, _scheme(item), item.size
+            rows.append((item.name, scheme or "-", sizes.show(size), ago(time.time() - used), item.source))
+            document.append(
+                {
+                    "name": item.name,
+                    "scheme": scheme or None,
+                    "bytes": size,
+                    "used": used,
+                    "source": item.source,
+                    "bundle": str(item.bundle),
+                }
+            )
     nothing = "nothing is installed: mlcbuild chat NAME builds or fetches a model, and keeps it"
-    show(arguments.json, {"models": document}, table(rows) if installed else [nothing])
+    show(arguments.json, {"models": document}, table(rows) if document else [nothing])
     return 0
 
 

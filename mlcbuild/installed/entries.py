@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
@@ -226,9 +225,3 @@ def _stat(source: Path, name: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.st_size, stat.st_mtime_ns
-
-
-def ago(entry: InstalledModel, now: float | None = None) -> float:
-    """Returns the seconds since an installed model was last used, at least 0. Raises OSError if it was
-    removed meanwhile. now: the current time in seconds since 1970; None: it is read from the clock."""
-    return max(0.0, (time.time() if now is None else now) - entry.used)

@@ -210,6 +210,21 @@ def test_rm_names_what_is_installed(tmp_path: Path, capsys: Out, monkeypatch: py
     assert capsys.readouterr().err == "'nosuch' is not installed: mlcbuild list shows what is\n"
 
 
+def test_a_model_that_is_removed_while_models_are_listed(
+    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / entries.DIRECTORY / "kept"
+    directory.mkdir(parents=True)
+    kept = entries.InstalledModel(directory, "/kept", "q8a8_1")
+    kept.write()
+    gone = entries.InstalledModel(tmp_path / entries.DIRECTORY / "gone", "/gone", "q8a8_1")
+    monkeypatch.setattr(entries, "read", lambda root: (gone, kept))
+    assert main(["list", "--json", "--store", str(tmp_path)]) == 0
+    assert [item["name"] for item in json.loads(capsys.readouterr().out)["models"]] == ["kept"]
+    assert main(["list", "--store", str(tmp_path)]) == 0
+    assert "/gone" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["tiny-v1", "oci://host/tiny:v1"])
 def test_a_published_bundle_gets_no_other_scheme(name: str, tmp_path: Path) -> None:
     entry = entries.InstalledModel(tmp_path / entries.DIRECTORY / "tiny-v1", "oci://host/tiny:v1")
