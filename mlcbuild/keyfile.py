@@ -62,11 +62,15 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the path of the file with the user's signing key: $MLCBUILD_KEY as an absolute path, or by
     default mlcbuild/key.pem in the user's configuration directory on this system. The file need not exist."""
     if chosen := environ.get("MLCBUILD_KEY"):
-        return Path(chosen).expanduser().absolute()
+        return _expanded(chosen).absolute()
     if sys.platform == "darwin":
-        return Path("~/Library/Application Support/mlcbuild/key.pem").expanduser()
+        return _expanded("~/Library/Application Support/mlcbuild/key.pem")
     base = Path(environ.get("XDG_CONFIG_HOME", ""))
-    return (base if base.is_absolute() else Path("~/.config").expanduser()) / "mlcbuild" / "key.pem"
+    return (base if base.is_absolute() else _expanded("~/.config")) / "mlcbuild" / "key.pem"
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises RuntimeError without a home
 
 
 def create(path: Path) -> Signer:

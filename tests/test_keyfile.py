@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import resource
 import sys
 from pathlib import Path
@@ -90,6 +91,13 @@ def test_where_a_key_lies() -> None:
         assert keyfile.default_path({"XDG_CONFIG_HOME": "/c"}) == Path("/c/mlcbuild/key.pem")
         home = Path("~/.config/mlcbuild/key.pem").expanduser()
         assert keyfile.default_path({}) == keyfile.default_path({"XDG_CONFIG_HOME": "relative"}) == home
+
+
+def test_a_home_that_is_not_known_holds_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container whose user has no name
+    assert keyfile.load(keyfile.default_path({})) is None
+    assert keyfile.load(keyfile.default_path({"MLCBUILD_KEY": "~nobody-of-this-name/key.pem"})) is None
 
 
 def test_a_disk_that_is_full_leaves_no_file(tmp_path: Path) -> None:

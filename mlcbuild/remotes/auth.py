@@ -20,6 +20,11 @@ _NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """Matches control characters, and bytes of an environment variable that are not UTF-8."""
 
 
+def home() -> Path:
+    """Returns the user's home directory; "~", a path that hardly exists, if the system does not know it."""
+    return Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises RuntimeError then
+
+
 def variables(host: str) -> tuple[str, str]:
     """Returns the names of the environment variables for a host's bearer token and its `user:password`. They
     end in the host's name in capitals, with "_" for all but letters and digits: MLCBUILD_TOKEN_EXAMPLE_ORG
@@ -60,7 +65,7 @@ def basic(login: str) -> str:
 
 
 def _from_netrc(host: str, environ: Mapping[str, str]) -> str | None:
-    path = Path(environ["NETRC"]) if environ.get("NETRC") else Path.home() / ".netrc"
+    path = Path(environ.get("NETRC") or home() / ".netrc")
     if not path.is_file():
         return None
     try:
@@ -97,7 +102,7 @@ def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
     header = authorization(host.rpartition(":")[0] if ":" in host else host, environ)
     if header is not None:
         return header
-    docker = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    docker = Path(environ.get("DOCKER_CONFIG") or home() / ".docker") / "config.json"
     podman = (
         environ.get("REGISTRY_AUTH_FILE")
         or f"{environ.get('XDG_RUNTIME_DIR', '/nowhere')}/containers/auth.json"

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from mlcbuild.errors import RemoteError
+from mlcbuild.remotes import auth
 
 OPTIONS = ("endpoint", "region")
 _ELSEWHERE = (  # Options with which obstore fetches credentials itself
@@ -81,7 +82,7 @@ def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any
 
 def _files(environ: Mapping[str, str]) -> dict[str, Any]:
     profile = environ.get("AWS_PROFILE") or "default"
-    home = Path.home() / ".aws"
+    home = auth.home() / ".aws"
     sections = {
         Path(environ.get("AWS_CONFIG_FILE") or home / "config"): ("default", f"profile {profile}"),
         Path(environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials"): (profile,),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import pwd
 from pathlib import Path
 
 import pytest
 
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes import auth
+from mlcbuild.remotes import auth, aws
 
 TOKEN, LOGIN = auth.variables("cache.example")
 
@@ -46,6 +47,14 @@ def test_a_credential_that_cannot_be_sent_is_not_shown(name: str, value: str) ->
     with pytest.raises(RemoteError) as caught:
         auth.authorization("cache.example", {name: value})
     assert name in str(caught.value) and value not in str(caught.value)
+
+
+def test_without_a_home_there_are_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container whose user has no name
+    assert auth.login("cache.example", {}) is None
+    with pytest.raises(RemoteError, match="there are no credentials for it"):
+        aws.settings("s3://bucket", {})
 
 
 def test_a_damaged_netrc_is_named_with_its_line_and_without_its_words(home: dict[str, str]) -> None:
