@@ -104,10 +104,11 @@ def kind_of(path: Path) -> CheckpointKind:
 def kind_of_files(names: Collection[str]) -> CheckpointKind:
     """Returns the kind of a checkpoint, SAFETENSORS or PYTORCH, whose directory has files with these names.
     PyTorch files (pytorch_model.bin or its index) count only if there are no safetensors files other than
-    adapter* and consolidated*; without either, the kind is SAFETENSORS.
+    adapter* and consolidated*, and no index of such files; without either, the kind is SAFETENSORS. Names of
+    files that are still being downloaded, such as model.safetensors.part, do not count.
     """
-    others = ("adapter", "consolidated")
-    if any(".safetensors" in name and not name.startswith(others) for name in names):
+    others, endings = ("adapter", "consolidated"), (".safetensors", ".safetensors.index.json")
+    if any(name.endswith(endings) and not name.startswith(others) for name in names):
         return SAFETENSORS
     return PYTORCH if any(name in names for name in TORCH_FILES) else SAFETENSORS
 

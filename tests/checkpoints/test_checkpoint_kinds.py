@@ -10,7 +10,14 @@ import pytest
 from mlcbuild.build.graph import Graph, Source, Step
 from mlcbuild.build.plan import step_modules
 from mlcbuild.canon import code_files
-from mlcbuild.checkpoints.checkpoint_kinds import GGUF, SAFETENSORS, checkpoint_path, kind_of
+from mlcbuild.checkpoints.checkpoint_kinds import (
+    GGUF,
+    PYTORCH,
+    SAFETENSORS,
+    CheckpointKind,
+    checkpoint_path,
+    kind_of,
+)
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.errors import InputError
 from mlcbuild.pipeline import build
@@ -50,6 +57,21 @@ def step(graph: Graph, name: str) -> Step:
 
 def files(built_step: Step) -> set[str]:
     return {name for module in step_modules(built_step) for name in code_files(module) if "gguf" in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.safetensors.part", PYTORCH),
+        ("adapter_model.safetensors", PYTORCH),
+        ("model.safetensors.index.json", SAFETENSORS),
+        ("other.safetensors", SAFETENSORS),
+    ],
+)
+def test_files_beside_those_of_pytorch(name: str, kind: CheckpointKind, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / name).touch()
+    assert kind_of(tmp_path) == kind
 
 
 def test_steps_of_a_gguf_file(recipe: Path) -> None:
