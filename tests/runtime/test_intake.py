@@ -26,8 +26,8 @@ class Door:
     def interrupt(self) -> None:
         self.interrupts += 1
 
-    def submit(self, waiting: int | None = None) -> Sequence:
-        seq, _ = sequence(Request((1,), 2, GREEDY))
+    def submit(self, waiting: int | None = None, continues: bool = False) -> Sequence:
+        seq, _ = sequence(Request((1,), 2, GREEDY, continues=continues))
         count = self.intake.pending if waiting is None else waiting
         self.intake.submit(seq, lambda: count, lambda number, _: self.announced.append(number))
         return seq
@@ -62,6 +62,8 @@ def test_a_draining_intake_refuses_and_keeps_what_it_has() -> None:
         door.submit()
     assert caught.value.status == 503
     assert door.intake.get(wait=False, timeout=None) is seq
+    later = door.submit(continues=True)
+    assert door.intake.get(wait=False, timeout=None) is later
 
 
 def test_a_closed_intake_refuses_and_wakes_the_engine() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.http import event_stream, handling, ollama_endpoints
 from mlcbuild_runtime.http.body_reader import BodyReader
 from mlcbuild_runtime.http.ollama_endpoints import VERSION, OllamaEndpoints
+from mlcbuild_runtime.openai.embeddings import AT_A_TIME
 
 from . import in_process, toy
 from .parrot import say
@@ -133,6 +135,23 @@ def test_large_bodies_are_released_before_embeddings_are_computed(
     assert len(call(engine, "embed", input=[text] * 600).json()["embeddings"]) == 600
     assert call(engine, "embeddings", prompt="," * 40_000).json()["embedding"]
     assert set(states) == {(0, 0)}
+
+
+def test_all_texts_of_a_request_are_embedded_while_the_server_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_process.running(tmp_path / "toy") as stopping:
+
+        async def drained(*arguments: Any) -> Any:
+            events = await event_stream.unless_gone(*arguments)
+            stopping.drain()
+            return events
+
+        monkeypatch.setattr(ollama_endpoints, "unless_gone", drained)
+        count = 2 * AT_A_TIME + 1
+        assert len(call(stopping, "embed", input=["a"] * count).json()["embeddings"]) == count
+        with pytest.raises(RequestError, match="the server is stopping"):
+            call(stopping, "embed", input="a")
 
 
 def test_long_texts_are_cut_or_refused(engine: Engine) -> None:

@@ -29,7 +29,7 @@ class Intake:
         self, sequence: Sequence, waiting: Callable[[], int], announce: Callable[[int, Sequence], None]
     ) -> None:
         """Puts a request into the queue. Raises EngineError if the engine is stopped, and RequestError (503)
-        while it is stopping or too many requests wait.
+        while it is stopping, unless the request continues an earlier one, or too many requests wait.
 
         waiting: function that returns the number of requests that wait for admission; announce: function that
         is called with the request's number (the count of earlier requests) and the request, before the
@@ -38,7 +38,7 @@ class Intake:
         with self._door:
             if self.closed:
                 raise EngineError("the engine is stopped")
-            if self.draining:
+            if self.draining and not sequence.request.continues:
                 raise StoppingError
             if waiting() >= self.max_waiting:
                 raise RequestError(
@@ -56,7 +56,8 @@ class Intake:
         self._put(None)
 
     def drain(self) -> None:
-        """Makes the queue refuse new requests; requests that are in it are still served."""
+        """Makes the queue refuse new requests; requests that are in it, and later parts of them, are still
+        served."""
         with self._door:
             self.draining = True
 

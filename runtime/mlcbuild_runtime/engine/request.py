@@ -56,6 +56,9 @@ class Request:
     the last token, "mean" the average; None for answers of text."""
     timeout: float | None = None
     """Seconds after submission at which the request ends with an error; None: it has no time limit."""
+    continues: bool = False
+    """True if the request is a later part of a client's request that the server has begun to answer. A server
+    that is stopping refuses new requests, and still accepts such parts."""
 
 
 class EngineTimes(NamedTuple):

@@ -93,6 +93,8 @@ class _ModelServer(BoundedServer):
         super().__init__(app, listener, ready_line)
         self._models = models
         self._drain = drain
+        self._was_idle = True
+        """True if no request was running or waiting at the last check."""
         self._last_moment = math.inf
         """Time at which draining of the server ends, as time.monotonic returns it; infinity before draining
         begins."""
@@ -113,8 +115,10 @@ class _ModelServer(BoundedServer):
     async def on_tick(self, counter: int) -> bool:
         """Stops a draining server when no request is left, or when the time for its running requests has
         passed; returns True if the server must stop now. uvicorn calls it ten times per second. A draining
-        server still answers, and reports that it is not ready."""
-        state = self._models.state()
-        if not (state.running or state.waiting) or time.monotonic() > self._last_moment:
+        server still answers, and reports that it is not ready. No request counts as left if two checks find
+        none: between two parts of a request for many embeddings, the engine has nothing to do."""
+        state, was_idle = self._models.state(), self._was_idle
+        self._was_idle = not (state.running or state.waiting)
+        if (self._was_idle and was_idle) or time.monotonic() > self._last_moment:
             self.should_exit |= self._last_moment < math.inf
         return await super().on_tick(counter)

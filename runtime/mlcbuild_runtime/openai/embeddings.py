@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json
@@ -56,7 +56,8 @@ class EmbeddingsJob:
         """Yields the engine's requests that belong to this HTTP request, one for each text to embed, in
         tuples of at most 64. The caller submits one tuple after the other."""
         for start in range(0, len(self.requests), AT_A_TIME):
-            yield self.requests[start : start + AT_A_TIME]
+            wave = self.requests[start : start + AT_A_TIME]
+            yield tuple(replace(request, continues=start > 0) for request in wave)
 
     @property
     def tokens(self) -> int:
