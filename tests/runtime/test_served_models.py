@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,14 @@ from typing import Any
 import pytest
 from mlcbuild_format import bundle
 from mlcbuild_format.errors import BundleError, RequestError, SetupError
+from mlcbuild_runtime import untrusted
 from mlcbuild_runtime.engine import memory_modes
+from mlcbuild_runtime.engine.drafts import Speculate
+from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.memory_modes import LimitOverrides
 from mlcbuild_runtime.engine.served_models import Models, ModelSource, card
+from mlcbuild_runtime.executor.executor import Executor
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 def needs(path: Path) -> int:
@@ -164,3 +171,26 @@ def test_sources(tmp_path: Path) -> None:
     expected = [ModelSource(tmp_path / "dist" / name) for name in ("one", "two")]
     assert ModelSource(tmp_path / "dist").all() == expected
     assert ModelSource(tmp_path / "dist", "x").all() == [ModelSource(tmp_path / "dist", "x")]
+
+
+def test_a_model_that_cannot_be_loaded_keeps_no_memory(
+    numpy_toy_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = list[weakref.ref[Executor]]()
+    load = untrusted.load
+
+    def watched(*arguments: Any, **options: Any) -> tuple[Executor, Tokenizer]:
+        executor, tokenizer = load(*arguments, **options)
+        loaded.append(weakref.ref(executor))
+        return executor, tokenizer
+
+    monkeypatch.setattr(untrusted, "load", watched)
+    # The draft bundle is missing, which is found once the model is loaded.
+    options = EngineOptions(speculate=Speculate(tmp_path / "missing"))
+    sources = [ModelSource(numpy_toy_bundle, "a"), ModelSource(tmp_path / "other", "b")]
+    models = Models(sources, LimitOverrides(), threads=1, options=options)
+    with pytest.raises(RequestError, match=r"the model 'a' cannot be loaded: .*missing: does not exist"):
+        models.use("a")
+    assert str(models.entries[0].error).startswith(str(tmp_path / "missing"))
+    gc.collect()
+    assert [executor() for executor in loaded] == [None]

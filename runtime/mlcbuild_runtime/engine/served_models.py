@@ -180,7 +180,8 @@ class Models:
                 try:
                     self._load(entry)
                 except (BundleError, SetupError) as error:
-                    entry.error = error
+                    # A copy: the traceback of the error itself refers to the executor and its memory.
+                    entry.error = type(error)(error)
                     raise RequestError(
                         f"the model '{entry.names[0]}' cannot be loaded: {error}",
                         param="model",
@@ -233,7 +234,11 @@ class Models:
             max_batch=chosen.max_batch,
             prefill_chunk=chosen.prefill_chunk,
         )
-        engine = Engine(executor, tokenizer, options)
+        try:
+            engine = Engine(executor, tokenizer, options)
+        except ServingError:  # of the draft bundle
+            executor.close()
+            raise
         if self._draining:
             engine.drain()
         entry.manifest, entry.chosen, entry.error = manifest, chosen, None
