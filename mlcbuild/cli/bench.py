@@ -35,6 +35,10 @@ def bench(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     if arguments.url is None:
         raise UsageError("mlcbuild bench serve: the server's URL is missing, such as http://127.0.0.1:8000")
+    if arguments.chat and arguments.token_ids is not None:
+        raise UsageError(
+            "mlcbuild bench serve: messages of --chat are text, --token-ids are none: choose one of them"
+        )
     server = Server.of(arguments.url, arguments.api_key or os.environ.get(KEY_VARIABLE))
     slo, loads = _slo(arguments.slo), _loads(arguments)
     _writable(arguments.plot)

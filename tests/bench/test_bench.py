@@ -253,6 +253,7 @@ def test_nobody_there(capsys: Out) -> None:
             "serve http://h --arrivals constant",
             "--arrivals applies to --rate only: add --rate, or leave --arrivals out",
         ),
+        ("serve http://h --chat --token-ids 9", "messages of --chat are text, --token-ids are none"),
         ("serve http://h --slo ttft", "--slo ttft: write NAME=SECONDS, with one of ttft, tpot, e2e"),
         ("serve http://h --slo itl=1", "--slo itl=1: write NAME=SECONDS"),
         ("serve http://h --plot nowhere/x.svg", "nowhere/x.svg: cannot be written: No such file"),
