@@ -195,6 +195,21 @@ def test_a_link_to_a_bundle_is_replaced(
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "link"}
 
 
+@pytest.mark.parametrize("directory", [".", "below/.."])
+def test_the_current_directory_may_be_the_bundle_that_is_replaced(
+    directory: str, registries: MemoryRegistries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tmp_path / "bundle"
+    manifest, files = write_bundle(bundle)
+    push(bundle, manifest, files, HERE, {})
+    expected = contents_of(bundle)
+    monkeypatch.setattr(form, "check", lambda path, full: manifest)  # The weights are no weights.
+    (bundle / "below").mkdir()
+    monkeypatch.chdir(bundle)
+    pull(HERE, Path(directory))
+    assert contents_of(bundle) == expected and [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
 def test_a_manifest_describes_the_bundle_and_its_files(registries: MemoryRegistries, tmp_path: Path) -> None:
     manifest, files = write_bundle(tmp_path)
     push(tmp_path, manifest, files, HERE, {})

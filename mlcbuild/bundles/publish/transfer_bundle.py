@@ -4,6 +4,7 @@ bundle's manifest before it is sent and after it is received.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
-    part = directory.absolute().with_name(f".{directory.absolute().name}.partial")
+    directory = Path(os.path.normpath(directory.absolute()))  # "." and "x/.." cannot be renamed.
+    part = directory.with_name(f".{directory.name}.partial")
     try:
         with border():
             part.mkdir(parents=True, exist_ok=True)
@@ -141,8 +143,8 @@ def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
 
 def _show(part: Path, directory: Path) -> None:
     """Moves a checked bundle from its temporary directory to its final path, replacing an older bundle or a
-    symbolic link."""
-    old = directory.absolute().with_name(f".{directory.absolute().name}.old")
+    symbolic link. directory: an absolute path."""
+    old = directory.with_name(f".{directory.name}.old")
     _remove(old)
     if directory.exists():
         directory.rename(old)
