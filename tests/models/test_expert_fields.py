@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlcbuild.errors import CheckpointError
 from mlcbuild.models import expert_fields, latent_fields
 from mlcbuild.models.experts import Experts, Router
 from mlcbuild.models.fields import Fields
+from mlcbuild.models.parsing import parse
 from mlcbuild.models.rotary import yarn_attention
+from tests.models.test_defaults import written
 
 COMMON: Any = SimpleNamespace(
     feed_forward=SimpleNamespace(activation="silu"),
@@ -46,6 +49,14 @@ def test_numbers_that_contradict(values: dict[str, Any], words: str) -> None:
 
 def test_absent_numbers_have_the_family_s_defaults() -> None:
     assert experts((16, 4, 32))[0] == Experts(16, 4, 32, "silu", ROUTER)
+
+
+def test_dots_states_how_experts_are_chosen() -> None:
+    values = written("dots1")
+    published = {"moe_layer_freq": 1, "scoring_func": "noaux_tc", "topk_method": "noaux_tc"}
+    assert parse(values | published) == parse(values)
+    with pytest.raises(CheckpointError, match=r'scoring_func: family .* found "softmax"'):
+        parse(values | {"scoring_func": "softmax"})
 
 
 def test_which_layers_have_experts() -> None:

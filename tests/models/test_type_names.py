@@ -181,6 +181,8 @@ def test_gemma_may_name_its_activation_twice_if_both_are_the_same() -> None:
         ("hunyuan_v1_dense", {"cla_share_factor": 2, "dense_list": [4096, 0], "norm_type": "rms"}),
         ("hunyuan_v1_dense", {"mask_init_id": 12, "pad_id": 3, "use_cla": False, "use_qk_norm": True}),
         ("hunyuan_v1_moe", {"mask_init_id": 12, "pad_id": 3, "use_rotary_pos_emb": True}),
+        ("minimax_m2", {"layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1}),
+        ("smollm3", {"max_window_layers": 28}),
         ("starcoder2", {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}),
         ("starcoder2", {"scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}),
     ],

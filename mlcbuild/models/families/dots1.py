@@ -27,6 +27,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     layers = windowed(layer, layer_windows(fields, kinds, window))
     experts = read_experts(fields, common, grouped_router(fields, False), defaults=(None, None, 1408))
     experts = replace(experts, shared_size=experts.size * fields.integer("n_shared_experts", high=64))
+    # transformers does not read these fields.
+    fields.neutral({"moe_layer_freq": (1,), "scoring_func": ("noaux_tc", "sigmoid")}, "family 'dots1'")
+    fields.neutral({"topk_method": ("noaux_tc",)}, "family 'dots1'")
     sparse = layers_after(fields, common.count, 0)
     return replace(common.model, layers=mixed(layers, sparse, experts, common.feed_forward))
 

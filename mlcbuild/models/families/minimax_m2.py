@@ -28,6 +28,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
             "scoring_func": ("sigmoid",),
             "use_routing_bias": (True,),
             "shared_intermediate_size": (0,),
+            **{f"layernorm_{part}_beta": (1.0, 1) for part in ("full_attention", "linear_attention", "mlp")},
         },
         "family 'minimax_m2'",
     )

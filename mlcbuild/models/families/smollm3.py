@@ -15,6 +15,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     layer = common.layer(qkv_bias=has_bias, output_bias=has_bias)
     feed_forward = replace(common.feed_forward, bias=fields.flag("mlp_bias", False))
     layer = replace(layer, feed_forward=feed_forward)
+    fields.ignore(("max_window_layers",))  # transformers does not read it
     step = fields.integer("no_rope_layer_interval", 4)
     rotated = fields.switches("no_rope_layers", [bool((index + 1) % step) for index in range(common.count)])
     window = fields.maybe_integer("sliding_window", None)
