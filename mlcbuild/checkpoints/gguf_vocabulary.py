@@ -49,6 +49,8 @@ FLAGS = (
 )
 """Last parts of those metadata keys tokenizer.ggml.<...> of a GGUF file whose values are true or false."""
 CONVERT = "convert the model again with a current converter, or use another file"
+_NO_TOKEN = (1 << 32) - 1
+"""The id -1 as an unsigned number, which llama.cpp's programs write for a token that a vocabulary lacks."""
 _BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -271,15 +273,16 @@ def _tokens(reader: MetadataReader) -> list[str]:
 
 def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, int]:
     """Returns role of a token (a key of IDS) -> its id, from a GGUF file's metadata. size: number of tokens;
-    ids that are no integers from 0 to size - 1 are left out and become problems of `reader`, the metadata's
-    reader. more: those of the roles "sep", "mask" and "cls" to read as well.
+    ids that are no integers from 0 to size - 1 are left out and, unless they stand for no token, become
+    problems of `reader`, the metadata's reader. more: those of the roles "sep", "mask" and "cls" to read as
+    well.
     """
     ids = {}
     for role, name in IDS.items():
         if role in WORD_PIECE and role not in more:
             continue
         value = reader.scalar(f"tokenizer.ggml.{name}", int)
-        if not isinstance(value, int):
+        if not isinstance(value, int) or value == _NO_TOKEN:
             continue
         if 0 <= value < size:
             ids[role] = value

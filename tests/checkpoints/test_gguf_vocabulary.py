@@ -86,6 +86,12 @@ def test_pieces_have_scores_and_an_unknown_token() -> None:
     assert (actual.merges, actual.pre_tokenizer) == ([], "")
 
 
+def test_an_id_of_no_token_is_left_out() -> None:
+    """Checks ids as in llama.cpp's stories15M-q4_0.gguf, which was converted from llama2.c."""
+    absent = np.uint32(0xFFFFFFFF)
+    assert vocabulary(**LLAMA, seperator_token_id=absent, padding_token_id=absent) == vocabulary(**LLAMA)
+
+
 def test_types_that_a_file_leaves_out_follow_from_names() -> None:
     untyped = {name: value for name, value in LLAMA.items() if name != "token_type"}
     assert vocabulary(**untyped).types == [NORMAL, CONTROL, BYTE, NORMAL, NORMAL]
