@@ -107,8 +107,7 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
     """
     damaged: list[str] = []
     mended: list[str] = []
-    good: dict[str, int] = {}
-    bad: set[str] = set()
+    good, bad = dict[str, int](), set[str]()
     with store.writing():
         layout.remove_links(str(store.root))
         named, count = _sound_records(store, damaged)
@@ -118,6 +117,8 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
             if size is not None:
                 good[blob.name] = size
                 continue
+            if not os.path.lexists(blob):
+                continue  # gc removed it meanwhile, or its damage was noticed by a run
             user, entry = users.get(blob.name, ("not used", None))
             gone = _condemn(store, blob)
             if mend is not None and entry is not None and not gone and not mend(entry):
@@ -126,7 +127,9 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
                 continue
             bad.add(blob.name)
             damaged.append(f"blob {blob.name} ({user}) has content that does not match its name{gone}")
-        for digest in [digest for digest in users if digest not in good and digest not in bad]:
+        named = [(name, record) for name, record in named if os.path.lexists(_place(store, record))]
+        absent = {row[1] for _, record in named for row in record.rows} - good.keys() - bad
+        for digest in [digest for digest in users if digest in absent]:
             user, entry = users[digest]
             if mend is not None and not mend(entry):
                 mended.append(f"{user} (blob {digest}) was missing")
@@ -141,6 +144,10 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
     return Verified(
         count, len(good), sum(good.values()), tuple(damaged), tuple(missing), unused, tuple(mended)
     )
+
+
+def _place(store: Store, record: Record) -> Path:
+    return store.root / "ac" / layout.shelved(record.key)
 
 
 def _condemn(store: Store, blob: Path) -> str:
@@ -171,15 +178,15 @@ def _alone(store: Store) -> Iterator[bool]:
 
 
 def status(store: Store) -> Status:
-    """Counts the step records and blobs of a store, and returns their numbers and sizes. Raises StoreError
-    when the store cannot be read.
+    """Counts the step records and blobs of a store, and returns their numbers and sizes. Waits for a running
+    garbage collection. Raises StoreError when the store cannot be read.
     """
     kinds: dict[str, KindStatistics] = {}
-    with store.writing():
+    with store.writing(), store.settled():
         named, count = _sound_records(store)
         for name, record in named:
             kind = name.partition("/")[0]
-            used = (store.root / "ac" / layout.shelved(record.key)).lstat().st_mtime
+            used = _place(store, record).lstat().st_mtime
             old = kinds.get(kind, KindStatistics(last_used=used, oldest_use=used))
             kinds[kind] = KindStatistics(
                 old.records + 1,

@@ -13,6 +13,8 @@ import pytest
 
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Step
+from mlcbuild.store import upkeep
+from mlcbuild.store.locks import try_lock
 from mlcbuild.store.stamp import STAMP
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import Collected, gc, status, verify
@@ -50,6 +52,30 @@ def test_a_sound_store_is_sound(store: Store) -> None:
     report = verify(store)
     assert report.ok
     assert (report.records, report.blobs, report.bytes, report.unused) == (3, 2, 6, 0)
+
+
+def test_what_gc_removes_meanwhile_is_no_damage(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, first = upkeep._check, iter([True])
+
+    def check(path: Path) -> int | None:
+        if next(first, False):
+            gc(Store(store.root), max_bytes=0)
+        return real(path)
+
+    monkeypatch.setattr(upkeep, "_check", check)
+    report = verify(store)
+    assert (report.damaged, report.missing) == ((), ())
+
+
+def test_status_and_gc_wait_for_each_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = upkeep._sound_records
+
+    def records(store: Store) -> object:
+        assert try_lock(store.root / "lock", keep=True) is None
+        return real(store)
+
+    monkeypatch.setattr(upkeep, "_sound_records", records)
+    assert status(store).records == 3
 
 
 def test_bit_rot_is_found_and_repaired(store: Store) -> None:
