@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from mlcbuild_format import sizes
@@ -112,11 +112,13 @@ class Lines:
             thread.join()
 
     def _beat(self, end: threading.Event) -> None:
-        while not end.wait(max(self._last + PULSE - time.monotonic(), 0.05)):
-            with self._writing:
-                if time.monotonic() - self._last >= PULSE:
-                    self._last = time.monotonic()
-                    self._write(_pulse(self._tally))
+        # If the stream cannot be written, the next event raises the same error in the run's own thread.
+        with suppress(OSError):
+            while not end.wait(max(self._last + PULSE - time.monotonic(), 0.05)):
+                with self._writing:
+                    if time.monotonic() - self._last >= PULSE:
+                        self._last = time.monotonic()
+                        self._write(_pulse(self._tally))
 
 
 def _pulse(tally: Tally) -> list[str]:

@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -312,6 +313,32 @@ def test_a_download_for_several_steps_has_one_line() -> None:
         "upload  1 result is still on its way to the shared cache",
         "upload  2 results are still on their way to the shared cache",
     ]
+
+
+class Pipe(io.StringIO):
+    """A stream whose reader may go, after which nothing can be written."""
+
+    is_open = True
+
+    def flush(self) -> None:
+        if not self.is_open:
+            raise BrokenPipeError
+
+
+def test_a_log_whose_reader_has_gone_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlcbuild.reports.report.PULSE", 0.05)
+    tracebacks: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    stream = Pipe()
+    lines = Lines(stream)
+    with lines.beating():
+        (beat,) = (thread for thread in threading.enumerate() if "_beat" in thread.name)
+        lines(StepStarted("library/12/q4/host", "never built", None, LOG))
+        stream.is_open = False
+        beat.join(30)
+        assert not beat.is_alive() and tracebacks == []
+        with pytest.raises(BrokenPipeError):
+            lines(Warned("the run's own thread raises it"))
 
 
 def test_a_log_says_what_is_running_while_nothing_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
