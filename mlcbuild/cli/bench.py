@@ -23,6 +23,20 @@ loop, where a client sends a request after the answer to the one before, and of 
 where nobody waits for answers.
 """
 
+_OF_LOADS = (
+    "clients",
+    "rate",
+    "arrivals",
+    "requests",
+    "seconds",
+    "chat",
+    "model",
+    "token_ids",
+    "slo",
+    "plot",
+)
+"""Names of parsed options that only a load test of a server has, among those whose default is empty."""
+
 
 def bench(arguments: argparse.Namespace) -> int:
     if arguments.what == "serve":
@@ -35,6 +49,10 @@ def bench(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     if arguments.url is None:
         raise UsageError("mlcbuild bench serve: the server's URL is missing, such as http://127.0.0.1:8000")
+    if arguments.threads is not None:
+        raise UsageError(
+            "mlcbuild bench serve: --threads applies to a bundle: set it where the server starts"
+        )
     if arguments.chat and arguments.token_ids is not None:
         raise UsageError(
             "mlcbuild bench serve: messages of --chat are text, --token-ids are none: choose one of them"
@@ -144,6 +162,9 @@ def _print_errors(outcome: LoadResult) -> None:
 def _bundle(arguments: argparse.Namespace) -> int:
     from mlcbuild.bench.speed import SpeedPlan, measure
 
+    if used := [name for name in _OF_LOADS if getattr(arguments, name)]:
+        option = f"--{used[0].replace('_', '-')}"
+        raise UsageError(f"mlcbuild bench: {option} applies to bench serve: leave it out to measure a bundle")
     lengths = [Lengths.of(text) for text in (arguments.prompt_tokens, arguments.tokens)]
     if any(length.kind != "constant" for length in lengths):
         raise UsageError(

@@ -261,6 +261,10 @@ def test_nobody_there(capsys: Out) -> None:
         ("serve http://h --warmup x", "--warmup: must be a whole number of at least 0, found 'x'"),
         ("serve http://h --api-key a\x07", "the key has characters that no header can have"),
         ("bundle http://h", "write mlcbuild bench serve URL, or mlcbuild bench BUNDLE"),
+        ("bundle --clients 4", "--clients applies to bench serve: leave it out to measure a bundle"),
+        ("bundle --token-ids 9", "--token-ids applies to bench serve"),
+        ("bundle --slo ttft=1", "--slo applies to bench serve"),
+        ("serve http://h --threads 2", "--threads applies to a bundle: set it where the server starts"),
         (
             "bundle --tokens uniform:1,2",
             "--prompt-tokens and --tokens must be single numbers when a bundle is measured",
