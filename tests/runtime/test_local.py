@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlcbuild_runtime
 import pytest
 from mlcbuild_format.errors import BundleError, EngineError, RequestError
+from mlcbuild_runtime.openai import streams
 
 from . import shared
 from .test_engine import held
@@ -64,6 +66,17 @@ def test_a_stream_that_is_left_ends_its_answer(engine: Any) -> None:
     next(stream)
     stream.close()
     wait_idle(engine)
+
+
+def test_streams_that_nobody_reads_end(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "WINDOW", 4)
+    for create in (
+        partial(engine.completions.create, prompt="once", max_tokens=30, ignore_eos=True, stream=True),
+        partial(engine.responses.create, input="once", max_output_tokens=30, stream=True),
+    ):
+        for _ in range(3):
+            create()
+        wait_idle(engine)
 
 
 def test_errors(engine: Any, tmp_path: Path) -> None:
@@ -122,7 +135,7 @@ def test_many_threads(engine: Any, toy_bundle: Path) -> None:
         assert list(pool.map(ask, range(16))) == [text_of(toy_bundle, [i, i], 20) for i in range(16)]
 
 
-def test_an_event_loop(toy_bundle: Path) -> None:
+def test_an_event_loop(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def talk() -> None:
         async with mlcbuild_runtime.AsyncEngine(toy_bundle) as engine:
             running: Any = engine
@@ -145,6 +158,10 @@ def test_an_event_loop(toy_bundle: Path) -> None:
             assert running.responses.retrieve(first.id).output_text == first.output_text
             with pytest.raises(RequestError, match="unknown field"):
                 await running.completions.create(prompt="x", nothing=1)
+            monkeypatch.setattr(streams, "WINDOW", 4)
+            await running.completions.create(prompt="x", max_tokens=30, ignore_eos=True, stream=True)
+            while engine.state().running or engine.state().waiting:
+                await asyncio.sleep(0.002)
         with pytest.raises(EngineError, match="stopped"):
             await running.completions.create(prompt="x")
 

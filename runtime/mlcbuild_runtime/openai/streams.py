@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 from mlcbuild_format.errors import ServingError
 
 from mlcbuild_runtime.engine.engine import Engine
-from mlcbuild_runtime.engine.request import Event, Request, Sink
+from mlcbuild_runtime.engine.request import Event, Request, Sink, Ticket
 from mlcbuild_runtime.openai import service
 
 WINDOW = 512
@@ -24,25 +24,40 @@ def _same(sink: Sink) -> Sink:
     return sink
 
 
+def _cancel(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.cancel()
+
+
+def _abandonment(answers: object, tickets: Sequence[Ticket]) -> finalize[..., object]:
+    """Returns a finalizer that cancels requests if nothing refers to their answers any more. It is detached
+    once somebody reads the answers: a generator that never began runs no code when it is deleted."""
+    finalizer = finalize(answers, _cancel, tickets)
+    finalizer.atexit = False
+    return finalizer
+
+
 class Answers:
     """The answers to requests that were submitted to an engine, for a thread that waits for their events."""
 
     def __init__(self, running: Engine, requests: Sequence[Request]) -> None:
         """Submits requests to an engine. Raises RequestError if one cannot be served, EngineError if the
         engine is stopped."""
-        self._events = SimpleQueue[tuple[int, Event]]()
+        events = self._events = SimpleQueue[tuple[int, Event]]()
 
         def sink(index: int) -> Sink:
-            return lambda event: self._events.put((index, event))
+            return lambda event: events.put((index, event))
 
         sinks = [sink(index) for index in range(len(requests))]
         self._tickets = service.submit(running, requests, sinks, WINDOW)
+        self._abandoned = _abandonment(self, self._tickets)
 
     def events(self) -> Iterator[tuple[int, Event]]:
         """Yields (index of the answer, event) until all answers have ended. Raises the error of the first
         answer that fails. At the end, or when the caller closes the generator, answers that still run are
         cancelled."""
         running = len(self._tickets)
+        self._abandoned.detach()
         try:
             while running:
                 index, event = self._events.get()
@@ -52,8 +67,7 @@ class Answers:
                 yield index, event
                 running -= event.last
         finally:
-            for ticket in self._tickets:
-                ticket.cancel()
+            _cancel(self._tickets)
 
 
 class _Post:
@@ -105,6 +119,7 @@ class AsyncAnswers:
 
         sinks = [sink(index) for index in range(len(requests))]
         self._tickets = service.submit(running, requests, sinks, WINDOW)
+        self._abandoned = _abandonment(self, self._tickets)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yields (index of the answer, event) until all answers have ended or one has failed; an error is an
@@ -118,6 +133,7 @@ class AsyncAnswers:
         write can send them. Ends when all answers have ended or one has failed; others that still run are not
         cancelled."""
         running, failed = len(self._tickets), False
+        self._abandoned.detach()
         while running and not failed:
             batch = [await self._events.get()]
             while not self._events.empty() and batch[-1][1].error is None:
@@ -131,8 +147,7 @@ class AsyncAnswers:
     def cancel(self) -> None:
         """Cancels all requests, because nobody reads their events any more. Cancelling ended requests has no
         effect."""
-        for ticket in self._tickets:
-            ticket.cancel()
+        _cancel(self._tickets)
 
     def interrupt(self, error: ServingError) -> None:
         """Cancels all requests; whoever reads the events receives `error` as the last one."""
