@@ -30,6 +30,16 @@ def test_schemas_become_text_that_limits_white_space() -> None:
     assert json.loads(anything.source)["type"] == "object"
 
 
+def test_an_object_may_have_a_schema_as_in_llama_cpp_s_server() -> None:
+    constraint = response_format({"type": "json_object", "schema": SCHEMA})
+    assert constraint is not None and constraint.param == "response_format.schema"
+    assert json.loads(constraint.source)["properties"] == SCHEMA["properties"]
+    constraint = response_format({"type": "json_object", "schema": {}})
+    assert constraint is not None and json.loads(constraint.source)["type"] == "object"
+    with pytest.raises(RequestError, match=r"response_format\.schema must be a JSON schema; found 'a'"):
+        response_format({"type": "json_object", "schema": "a"})
+
+
 @pytest.mark.parametrize(("schema", "refuses"), [(True, False), (False, True)])
 def test_schemas_may_be_true_or_false(schema: bool, refuses: bool) -> None:
     constraint = response_format({"type": "json_schema", "json_schema": {"schema": schema}})

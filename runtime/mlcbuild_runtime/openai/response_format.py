@@ -56,10 +56,15 @@ def response_format(value: Json) -> Constraint | None:
     match value:
         case None | {"type": "text"}:
             return None
-        case {"type": "json_object"}:
-            return schema_constraint({"type": "object"}, KEY)
-        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
-            return schema_constraint(schema, f"{KEY}.json_schema.schema")
+        case {"type": "json_object"} if isinstance(value, dict):
+            schema = value.get("schema")  # llama.cpp's server has it.
+            if schema is None or schema == {}:
+                return schema_constraint({"type": "object"}, KEY)
+            if not isinstance(schema, dict):
+                raise wrong(f"{KEY}.schema", "a JSON schema", schema)
+            return schema_constraint(schema, f"{KEY}.schema")
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as stated}}:
+            return schema_constraint(stated, f"{KEY}.json_schema.schema")
         case {"type": "json_schema"}:
             form = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
             raise wrong(KEY, f"{form} with a schema", value)
