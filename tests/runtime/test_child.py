@@ -101,6 +101,20 @@ def test_the_forks_of_a_process_end_with_it(child: Child) -> None:
     until_ended(*pids)
 
 
+def test_a_group_that_has_ended_may_forbid_the_signal(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the end of a process that has ended by itself, where the system answers as macOS does."""
+    child.ask({}, LONG)
+    assert child.process is not None
+    child.process.kill()
+
+    def forbidden(_group: int, _number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "killpg", forbidden)
+    child.end()
+    assert child.process is None
+
+
 def test_closing_ends_a_waiting_thread_and_starts_nothing(child: Child) -> None:
     child.ask({}, LONG)
     timer = threading.Timer(0.05, child.close)

@@ -34,6 +34,11 @@ answer after its server has ended, it exits at once and silently: an ordinary ex
 again, and print a traceback on the terminal of a chat that has ended."""
 
 
+_ENDED = (ProcessLookupError, PermissionError)
+"""Errors of the system for a signal to a process group that has ended: macOS reports PermissionError while
+nobody has waited for its processes."""
+
+
 class EndedError(Exception):
     """The error for a child process that has ended without an answer, or was killed because it
     took too long, while its server goes on."""
@@ -104,7 +109,7 @@ class Child:
         """
         self._closed, process = True, self.process
         if process is not None and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(*_ENDED):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -163,7 +168,7 @@ STARTING = 60.0
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kills a child process and its forks, and closes its pipes."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(*_ENDED):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for pipe in (process.stdin, process.stdout):
