@@ -234,7 +234,8 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _directory(store: Store, recipe: Path) -> Path:
-    return store.root / "runs" / bytes_digest(os.fsencode(recipe.absolute()))[:16]
+    # One recipe may be named by several paths, such as recipe.yaml and ../project/recipe.yaml.
+    return store.root / "runs" / bytes_digest(os.fsencode(os.path.normpath(recipe.absolute())))[:16]
 
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:

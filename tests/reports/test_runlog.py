@@ -111,6 +111,17 @@ def test_logs_are_kept_and_bounded(tmp_path: Path) -> None:
     assert len(runlog.latest(store, recipe)) == runlog.KEPT - 2, "what cannot be read is left out"
 
 
+def test_a_recipe_has_one_log_by_all_of_its_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path / "store")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    runlog.save(store, Path("../recipe.yaml"), LOG)
+    monkeypatch.chdir(tmp_path)
+    assert (
+        runlog.latest(store, Path("recipe.yaml")) == runlog.latest(store, tmp_path / "recipe.yaml") == [LOG]
+    )
+
+
 def test_a_store_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("in the way")
     store = Store(tmp_path / "store")
