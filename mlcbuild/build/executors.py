@@ -165,6 +165,8 @@ class Pool(_Here):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._workers: list[_Worker] = []
+        self._refused: list[Message] = []
+        """Outcomes of jobs for which no worker process could be started, until `messages` returns them."""
 
     def start(self, job: Job, step: Step | None = None) -> None:
         idle = [worker for worker in self._workers if worker.job is None]
@@ -172,7 +174,12 @@ class Pool(_Here):
             if worker.take(job):
                 return
             self._drop(worker)  # the worker died while it was idle
-        worker = _spawn()
+        try:
+            worker = _spawn()
+        except OSError as error:  # the limit of processes or open files is reached
+            why = f"no worker process can be started: {error.strerror or error}; try fewer --jobs"
+            self._refused.append(Outcome(job.name, error=StepError(f"step {job.name}: {why}")))
+            return
         self._workers.append(worker)
         worker.take(job)  # if the worker has died already, `messages` sees a closed connection
 
@@ -180,8 +187,8 @@ class Pool(_Here):
         from multiprocessing.connection import wait
 
         busy = {worker.connection: worker for worker in self._workers if worker.job is not None}
-        ready = wait([*busy, wake], timeout)
-        messages: list[Message] = []
+        ready = wait([*busy, wake], 0 if self._refused else timeout)
+        messages, self._refused = self._refused, []
         for connection, worker in busy.items():
             dead = worker.process.poll() is not None
             if connection in ready or dead:

@@ -3,6 +3,7 @@ together with their child processes."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -92,6 +93,23 @@ def test_a_worker_that_died_while_idle_costs_no_job(store: Store, area: StagingA
     (outcome,) = heard(pool, 1)
     assert outcome.name == "b" and (outcome.error is None or "worker process" in str(outcome.error))
     pool.start(job(store, area, "c"))
+    assert heard(pool, 1)[0].error is None
+
+
+def test_a_job_fails_if_no_worker_can_be_started(
+    store: Store, area: StagingArea, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def popen(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", popen)
+        pool.start(job(store, area, "a"))
+        (outcome,) = heard(pool, 1)
+    assert str(outcome.error) == (
+        "step a: no worker process can be started: Too many open files; try fewer --jobs"
+    )
+    pool.start(job(store, area, "b"))
     assert heard(pool, 1)[0].error is None
 
 
