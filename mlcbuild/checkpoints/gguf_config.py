@@ -32,6 +32,10 @@ from mlcbuild.models.layers import Rope
 from mlcbuild.models.parsing import parse
 from mlcbuild.models.rounding import f32
 
+_PAIRED = "Meta AI original pth"
+"""The name, in GGUF's specification, of the row order that all GGUF files of the architecture llama have;
+converters of 2023 state it."""
+
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: translates the GGUF file params["file"] in inputs["checkpoint"] to two files in
@@ -182,6 +186,8 @@ def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
 
 
 def _llama(keys: GgufKeys) -> Fields:
+    if keys.get("tensor_data_layout") not in (None, _PAIRED):
+        keys.refuse("tensor_data_layout", f"must be '{_PAIRED}'")
     if keys.count("expert_count"):
         return mixtral(keys)
     window = keys.count("attention.sliding_window")

@@ -190,6 +190,13 @@ def test_an_attention_factor_of_1_changes_nothing(kind: str, tmp_path: Path) -> 
     assert read_config(tmp_path / "b.gguf") == read_config(tmp_path / "a.gguf")
 
 
+def test_the_row_order_of_llama_files_may_be_stated(tmp_path: Path) -> None:
+    write_gguf(GOLDEN / "llama-mha-tied", tmp_path / "a.gguf")
+    layout = {"llama.tensor_data_layout": "Meta AI original pth"}
+    write_gguf(GOLDEN / "llama-mha-tied", tmp_path / "b.gguf", metadata=layout)
+    assert read_config(tmp_path / "b.gguf") == read_config(tmp_path / "a.gguf")
+
+
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "missing": ({}, ("llama.block_count",), "llama.block_count must be an integer above 0: it is missing"),
     "zero": ({"llama.block_count": 0}, (), "llama.block_count must be an integer above 0: found '0'"),
@@ -201,6 +208,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         (),
         "the GGUF architecture 'lama' is not supported; did you mean 'llama'?",
     ),
+    "layout": ({"llama.tensor_data_layout": "x"}, (), "layout: must be 'Meta AI original pth'; use the ori"),
     "scaling": ({"llama.rope.scaling.type": "ntk"}, (), "'ntk' is not supported"),
     "factor": (
         {"llama.rope.scaling.attn_factor": 1.5},
