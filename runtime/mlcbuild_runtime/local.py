@@ -87,9 +87,9 @@ class _Local:
         """Returns the tokens of the text in the argument `prompt`, or of the chat in the argument `messages`.
         Raises RequestError for an invalid field, messages that the chat template refuses, or a text that is
         too long, TypeError for a value that JSON lacks."""
-        tokens = service.tokenize(self._running, _body(self._running, body))["tokens"]
-        assert isinstance(tokens, list)
-        return [token for token in tokens if isinstance(token, int)]
+        ids = service.tokenize(self._running, _body(self._running, body | {"with_pieces": False}))["tokens"]
+        assert isinstance(ids, list)
+        return [token for token in ids if isinstance(token, int)]
 
     def close(self) -> None:
         """Ends all running requests with an error, and stops the engine of this bundle."""

@@ -41,6 +41,7 @@ def wait_idle(engine: Any) -> None:
 def test_a_chat(engine: Any, toy_bundle: Path) -> None:
     reply = engine.chat.completions.create(model=engine.model, messages=HI, max_tokens=9)
     tokens = engine.tokenize(messages=HI)
+    assert engine.tokenize(messages=HI, with_pieces=True) == tokens
     assert reply.choices[0].message.content == text_of(toy_bundle, tokens, 9)
     assert reply.choices[0].message.tool_calls is None
     assert reply.usage.completion_tokens == reply["usage"]["completion_tokens"] == 9
