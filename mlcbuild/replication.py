@@ -118,7 +118,9 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
             if reason := next(filter(None, (reasons[entry.digest] for entry in record.files)), ""):
                 failed.append(f"{step.name}: {reason}")
             else:
-                store.put_record(record, staging.subdirectory() / "record")
+                with store.writing():
+                    part = staging.subdirectory() / "record"
+                store.put_record(record, part)
     warnings, absent = (*warnings, *sharing.take_warnings()), plan.count("run") + plan.count("pending")
     if failed or (warnings and absent):
         raise RemoteError("\n".join([*warnings, *failed]))

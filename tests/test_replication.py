@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from mlcbuild import replication
 from mlcbuild.build import plan as planning
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Step
-from mlcbuild.errors import RemoteError
+from mlcbuild.errors import RemoteError, StoreError
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.link import Link, UploadCount
 from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.store.staging import StagingArea
 from mlcbuild.store.store import Store
 
 GRAPH = Graph(
@@ -65,6 +67,18 @@ def test_a_pull_brings_what_was_pushed(store: Store, remote: Remote, tmp_path: P
     here = Store(tmp_path / "here")
     assert pull(here, remote) == replication.Pulled(fetched=2, present=0, absent=1, warnings=())
     assert pull(here, remote) == replication.Pulled(fetched=0, present=2, absent=1, warnings=())
+
+
+def test_a_full_disk_ends_a_pull_with_the_store_s_error(
+    store: Store, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(area: StagingArea) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert replication.push(store, replication.stored(store), [remote], None).ok
+    monkeypatch.setattr(StagingArea, "subdirectory", full)
+    with pytest.raises(StoreError, match="no space is left"):
+        pull(Store(tmp_path / "here"), remote)
 
 
 def test_a_pull_fails_when_a_listed_file_does_not_come(store: Store, remote: Remote, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class InputFetcher:
         user.requests -= {done.request}
         store, record = self._planner.store, source.remote.record if source.remote is not None else None
         if record is not None and not store.lost(record):
-            with suppress(StoreError):  # Without the record, the next run downloads it again.
+            with suppress(StoreError), store.writing():  # Otherwise the next run downloads the record again.
                 store.put_record(record, self._staging.subdirectory() / "record")
         return source, user
 

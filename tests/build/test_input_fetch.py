@@ -3,6 +3,7 @@ them, and where a job reads them."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -99,6 +100,19 @@ def test_only_selected_files_that_are_not_here_are_missing(place: Place) -> None
 def test_nothing_is_missing_of_a_step_that_was_built_here(place: Place) -> None:
     place.steps["a"].remote = None
     assert missing(place, "b") == {}
+
+
+def test_a_full_disk_after_a_download_costs_only_the_record(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place.bring("one.txt", "two.bin")
+    place.fetcher.fetch_all("a")
+    monkeypatch.setattr(place.session, "subdirectory", full)
+    source, user = place.fetcher.end(Fetched(1, ""))
+    assert source is user is place.steps["a"] and place.store.record(place.record("a").key) is None
 
 
 def test_a_request_is_noted_with_the_step_that_waits(place: Place) -> None:
