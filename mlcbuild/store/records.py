@@ -112,7 +112,7 @@ class Expected:
         return about is not None and rest[about.end() :] == b'%s%s"}' % (self.before_tree, tree.encode())
 
 
-_costs = re.compile(rb"\[(?:(?:0|[1-9][0-9]{0,17})(?:,|(?=\]))){3}\]").match
+_costs = re.compile(rb"\[(?:0|[1-9][0-9]{0,17})(?:,(?:0|[1-9][0-9]{0,17})){2}\]").match
 _shared_and_step = re.compile(rb'(?:true|false),"step":"[ !#-\[\]-~]{1,4096}"').match
 """Regular expression for a part of the JSON that describes how a step was built: whether its result may be
 shared, `true` or `false`, and the step's name, if that is printable ASCII without quotes and backslashes.

@@ -123,6 +123,13 @@ def test_a_field_of_the_wrong_form_is_refused_on_every_path(old: bytes, new: byt
     assert outcome(data).startswith("refused: ") and outcome(data, expected()).startswith("refused: ")
 
 
+def test_costs_that_are_no_list_are_refused_in_the_expected_text_too() -> None:
+    start = RECORD.rest.index(b'"measured":[')
+    end = RECORD.rest.index(b"]", start)
+    data = RECORD.encode().replace(RECORD.rest, RECORD.rest[:end] + b"," + RECORD.rest[end:])
+    assert outcome(data).startswith("refused: ") and outcome(data, expected()).startswith("refused: ")
+
+
 def test_other_lines_are_right_and_differ() -> None:
     """Checks that a record whose second line has another order of fields, such as another version may write,
     is parsed and accepted."""
