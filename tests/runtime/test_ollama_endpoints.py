@@ -16,6 +16,7 @@ from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.http import event_stream, handling, ollama_endpoints
 from mlcbuild_runtime.http.body_reader import BodyReader
 from mlcbuild_runtime.http.ollama_endpoints import VERSION, OllamaEndpoints
+from mlcbuild_runtime.openai import embeddings
 from mlcbuild_runtime.openai.embeddings import AT_A_TIME
 
 from . import in_process, toy
@@ -135,6 +136,24 @@ def test_large_bodies_are_released_before_embeddings_are_computed(
     assert len(call(engine, "embed", input=[text] * 600).json()["embeddings"]) == 600
     assert call(engine, "embeddings", prompt="," * 40_000).json()["embedding"]
     assert set(states) == {(0, 0)}
+
+
+def test_vectors_are_encoded_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that no call of the JSON encoder is long, because it blocks all other threads, and with them the
+    answers to other clients."""
+    sizes, encode = list[int](), embeddings._encode
+
+    def watched(value: Any) -> str:
+        sizes.append(len(encode(value)))
+        return encode(value)
+
+    monkeypatch.setattr(embeddings, "_encode", watched)
+    response = call(engine, "embed", input=["a"] * 300)
+    assert (
+        len(response.json()["embeddings"]) == 300 and response.headers["content-type"] == "application/json"
+    )
+    assert len(sizes) == 302 and max(sizes) < 300
+    assert json.loads(embeddings.json_text({"data": [], "a": 1}, "data")) == {"data": [], "a": 1}
 
 
 def test_all_texts_of_a_request_are_embedded_while_the_server_stops(

@@ -119,8 +119,10 @@ class OllamaEndpoints:
             del body, fields, texts  # They may be large, and the embeddings may take long.
             vectors = await self._vectors(request, engine, job)
         spent = time.monotonic_ns() - began
-        times = {"total_duration": spent, "load_duration": 0, "prompt_eval_count": job.tokens}
-        return JSONResponse({"model": job.model, "embeddings": vectors, **times})
+        times: dict[str, Json] = {"total_duration": spent, "load_duration": 0}
+        document = {"model": job.model, "embeddings": vectors, **times, "prompt_eval_count": job.tokens}
+        content = await run_in_threadpool(embeddings.json_text, document, "embeddings")
+        return Response(content, media_type="application/json")
 
     async def embedding(self, request: Request) -> Response:
         """Returns the response to a request for /api/embeddings, Ollama's older path for the embedding of one
@@ -144,7 +146,7 @@ class OllamaEndpoints:
             last_events += [
                 events[-1] for events in await unless_gone(request, answers, collected(answers, len(wave)))
             ]
-        return job.vectors(last_events)
+        return await run_in_threadpool(job.vectors, last_events)
 
     async def _engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
         return await self._requests.engine({"model": ollama_request.model_name(body)}, use)

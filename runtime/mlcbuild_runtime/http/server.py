@@ -258,7 +258,8 @@ class _Server:
                 answers = self.requests.submit(request, engine, wave)
                 all_events = await unless_gone(request, answers, collected(answers, len(wave)))
                 last_events += [events[-1] for events in all_events]
-            return JSONResponse(await run_in_threadpool(job.document, last_events))
+            content = await run_in_threadpool(job.content, last_events)
+            return Response(content, media_type="application/json")
 
     async def responses(self, request: Request) -> Response:
         with ExitStack() as use:

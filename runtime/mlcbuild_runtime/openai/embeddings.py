@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ MAX_INPUTS = 2048
 AT_A_TIME = 64
 """Number of texts that are submitted to the engine together; a large request must not fill the queue for
 others."""
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 TABLE: Table = {
     "input": Field(
@@ -85,12 +88,26 @@ class EmbeddingsJob:
         usage: dict[str, Json] = {"prompt_tokens": self.tokens, "total_tokens": self.tokens}
         return {"object": "list", "data": data, "model": self.model, "usage": usage}
 
+    def content(self, events: Sequence[Event]) -> bytes:
+        """Returns the document with the embeddings of all texts as JSON text, which is best called in a
+        thread of its own. events: the engine's only event for each text, which holds its embedding."""
+        return json_text(self.document(events), "data")
+
     def _shown(self, vector: Floats) -> Json:
         if self.dimensions is not None:
             vector = unit(vector[: self.dimensions])
         if self.base64:
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         return [float(value) for value in vector]
+
+
+def json_text(document: Mapping[str, Json], key: str) -> bytes:
+    """Returns a JSON object as text. The items of its list `document[key]` are encoded one by one, since the
+    encoder blocks all other threads: for more than a second with 2048 vectors of 1024 numbers."""
+    items = document[key]
+    assert isinstance(items, list)
+    others = _encode({name: value for name, value in document.items() if name != key})
+    return f"{{{_encode(key)}:[{','.join(map(_encode, items))}],{others[1:]}".encode()
 
 
 def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> EmbeddingsJob:
