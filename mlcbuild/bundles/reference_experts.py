@@ -87,7 +87,8 @@ def _sparsemixer(logits: Array, jitter: Any) -> tuple[Array, Array]:
     chosen, weights = np.empty((len(logits), 2), np.intp), np.empty((len(logits), 2), logits.dtype)
     for turn in range(2):
         largest = left.max(axis=-1, keepdims=True)
-        far = (largest - logits) / np.maximum(np.abs(logits), largest) > 2 * jitter
+        size = np.maximum(np.maximum(np.abs(logits), largest), np.finfo(np.float32).tiny)
+        far = (largest - logits) / size > 2 * jitter
         chosen[:, turn] = left.argmax(axis=-1)
         weights[:, turn] = _softmax(np.where(far, -np.inf, left))[rows, chosen[:, turn]]
         left[rows, chosen[:, turn]] = -np.inf

@@ -21,6 +21,8 @@ SERIAL_ROWS = 4
 """Maximum number of rows whose experts one core chooses alone, since waking the other cores would take
 longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
 _LEAST = float("-inf")
+_SMALL = 2.0**-126
+"""The smallest normal float32. Dividing by at least this number makes 0 / 0, of logits that are 0, 0."""
 _SMALLEST_SUM = 1e-20
 """Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids
 may all be 0.
@@ -167,7 +169,8 @@ class _Picks:
         """Emits code that chooses experts by the sparsemixer rule of Phi-3.5-MoE and writes their numbers,
         then their weights, to self.picked, float32 [2 * chosen]. Each time the largest logit L that is left
         is chosen; the expert's weight is 1 / the sum of exp(logit - L) over the experts left, itself
-        included, with (L - logit) / max(|logit|, L) <= 2 * jitter. row: index of the row of logits.
+        included, with (L - logit) / max(|logit|, L) <= 2 * jitter, where 0 / 0 is 0. row: index of the row of
+        logits.
         """
         spec, floats = self.spec, self.floats
         assert spec.router.jitter is not None
@@ -180,7 +183,7 @@ class _Picks:
 
             def add(e: Expr) -> None:
                 logit = T.bind(logits[row, e])
-                distance = (most - logit) / T.max(floats.fabs(logit), most)
+                distance = (most - logit) / T.max(T.max(floats.fabs(logit), most), f32(_SMALL))
                 with T.If(T.And(distance <= near, self.left[e] > f32(_LEAST))), T.Then():
                     total.set(total.value + floats.exp(logit - most))
 

@@ -33,6 +33,8 @@ from mlcbuild.compiler.gpu.tensorir import (
 )
 from mlcbuild.models import Experts
 
+_SMALL = 2.0**-126
+"""The smallest normal float32. Dividing by at least this number makes 0 / 0, of logits that are 0, 0."""
 _SMALLEST_SUM = 1e-20
 """Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids
 may all be 0.
@@ -187,7 +189,8 @@ class _Choice:
         """Emits code that chooses two experts by the sparsemixer rule of Phi-3.5-MoE. It writes their numbers
         to `routes` int32 [n, 2] and their weights to `shares` float32 [n, 2], the best first. Each time it
         chooses the largest logit L that is left; the weight is 1 / the sum of exp(logit - L) over the experts
-        left with (L - logit) / max(|logit|, L) <= 2 * jitter. All threads of the workgroup compute the same.
+        left with (L - logit) / max(|logit|, L) <= 2 * jitter, where 0 / 0 is 0. All threads of the workgroup
+        compute the same.
         """
         assert self._spec.router.jitter is not None
         limit, count, row = exact(2 * self._spec.router.jitter), self._spec.count, self._row
@@ -211,7 +214,7 @@ class _Choice:
 
             def add(e: Value, value: Value) -> None:
                 logit, largest = bind(logits[row, e]), numbers[0]
-                size = T.max(T.max(logit, -logit), largest)
+                size = T.max(T.max(T.max(logit, -logit), largest), number(_SMALL))
                 near = T.And((largest - logit) / size <= limit, value > number(LOWEST))
                 put(numbers, numbers[1] + either(near, T.exp(value - largest), number(0)), 1)
 
