@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -18,7 +18,7 @@ from mlcbuild.store.links import stamp
 from mlcbuild.store.locks import wait_lock
 from mlcbuild.store.records import Record
 from mlcbuild.store.staging import living, remove
-from mlcbuild.store.stamp import STAMP
+from mlcbuild.store.stamp import STAMP_NS
 from mlcbuild.store.store import Store
 
 KEPT_RECORDS = 3600.0
@@ -326,14 +326,15 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
 
 def _check(blob: Path) -> int | None:
     """Hashes a blob, and returns its size in bytes if its bytes and its path match its digest, None
-    otherwise. Also restores its mtime if a copy of the store lost it.
+    otherwise. Also restores its mtime if a copy of the store lost it and this user may set it.
     """
     try:
         stat_result = blob.lstat()
         if blob.parent.name != blob.name[:2] or not has_bytes(blob, blob.name, stat_result.st_size):
             return None
-        if stat_result.st_mtime_ns != STAMP * 10**9 and os.access(blob.parent, os.W_OK):
-            stamp(blob)
+        if stat_result.st_mtime_ns != STAMP_NS:
+            with suppress(OSError):  # The store is read-only, or the blob another user's.
+                stamp(blob)
         return stat_result.st_size
     except FileNotFoundError:
         return None

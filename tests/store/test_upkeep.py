@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -65,6 +66,15 @@ def test_what_gc_removes_meanwhile_is_no_damage(store: Store, monkeypatch: pytes
     monkeypatch.setattr(upkeep, "_check", check)
     report = verify(store)
     assert (report.damaged, report.missing) == ((), ())
+
+
+def test_a_copied_blob_of_another_user_is_verified(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stamp(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    os.utime(blob(store, "weights/a"))  # as a plain copy of the store does
+    monkeypatch.setattr(upkeep, "stamp", stamp)
+    assert verify(store).ok
 
 
 def test_status_and_gc_wait_for_each_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
