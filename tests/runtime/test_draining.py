@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -78,6 +80,18 @@ def test_a_draining_server_ends_with_its_last_request(listener: socket.socket, n
     assert not tick(actual)
     models.waiting = 0
     assert not tick(actual) and tick(actual) and not actual.force_exit
+
+
+def test_a_server_goes_on_if_nobody_reads_its_output(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    with os.fdopen(writable, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        server(listener, Models(), 5)._announce()
+        assert caplog.messages == ["standard output cannot be written: Broken pipe"]
+        output.flush()  # As at the end of the process: what is left of the line raises no error.
 
 
 def test_an_idle_server_without_a_signal_goes_on(listener: socket.socket, now: list[float]) -> None:

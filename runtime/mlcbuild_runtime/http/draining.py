@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from mlcbuild_runtime.engine.served_models import Models
+
+log = logging.getLogger(__name__)
 
 GRACE = 1
 """Seconds after which open connections are closed when the server stops."""
@@ -65,7 +70,16 @@ class BoundedServer(uvicorn.Server):
         self._listener.listen(BACKLOG)
         make = partial(Connection, self.config, self.server_state, self.lifespan.state)
         self._accepting = asyncio.create_task(accept(self._listener, make, self.server_state.connections))
-        print(self._ready_line(), flush=True)  # noqa: T201
+        self._announce()
+
+    def _announce(self) -> None:
+        """Prints the line that the server is ready. If standard output cannot be written, the server goes on
+        with a warning in the log, and what it would still write there is dropped."""
+        try:
+            print(self._ready_line(), flush=True)  # noqa: T201
+        except OSError as error:
+            log.warning("standard output cannot be written: %s", error.strerror)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()
