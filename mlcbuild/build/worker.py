@@ -257,8 +257,8 @@ def _logged(log: Path, area: Path) -> Iterator[None]:
     try:
         # Under a test runner, Python's streams may differ from descriptors 1 and 2.
         with (
-            open(1, "w", closefd=False) as out,
-            open(2, "w", closefd=False) as err,
+            open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as out,
+            open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as err,
             redirect_stdout(out),
             redirect_stderr(err),
         ):

@@ -15,6 +15,7 @@ from mlcbuild.errors import CheckpointError, StepError
 from mlcbuild.store.records import Preimage
 from mlcbuild.store.staging import StagingArea
 from mlcbuild.store.store import Store
+from tests import actions
 
 
 def job(
@@ -55,6 +56,17 @@ def test_a_result_is_published_with_what_it_cost(store: Store, area: StagingArea
     (entry,) = outcome.record.files
     assert store.read_blob(entry) == b"hello"
     assert not work.area.exists(), "the directory it worked in is gone"
+
+
+def test_any_text_can_be_printed(store: Store, area: StagingArea, monkeypatch: pytest.MonkeyPatch) -> None:
+    def speak(params: object, inputs: object, out: Path) -> None:
+        sys.stdout.write("K\u00e4se \udcff\n")  # a letter, and a byte of a file name that is not UTF-8
+        (out / "text.txt").write_text("x")
+
+    monkeypatch.setattr(actions, "text", speak)
+    work = job(store, area)
+    assert perform(work).error is None
+    assert work.log.read_bytes() == "K\u00e4se \\udcff\n".encode()
 
 
 def test_an_artifact_of_another_step_is_linked_into_place(store: Store, area: StagingArea) -> None:
