@@ -27,8 +27,8 @@ _UPLOADS_CONTINUE = "; uploads to it continue and replace damaged files"
 
 
 class SpoiltError(Exception):
-    """The error for a file of this machine that is damaged and so must not be uploaded. The message names
-    the file.
+    """The error for a file of this machine that is damaged, or cannot be read, and so is not uploaded. The
+    message names the file.
     """
 
 
@@ -191,7 +191,7 @@ class Link:
                 with self._guard:
                     self.sent.bytes += size
         except OSError as error:
-            raise RemoteError(f"{path} cannot be read: {error.strerror or error}") from None
+            raise SpoiltError(f"{path} is not sent: {error.strerror or error}") from None
 
     def _send_record(self, record: Record) -> None:
         import io

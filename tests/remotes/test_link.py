@@ -161,6 +161,23 @@ def test_a_failure_is_reported_once(there: Objects, built: tuple[Record, Store])
     assert reader.take_warnings() == [f"{URL} is not used in this run: it does not answer"]
 
 
+def test_a_lost_file_of_this_machine_is_no_fault_of_the_remote(
+    there: Objects, built: tuple[Record, Store]
+) -> None:
+    record, store = built
+    place = store.blob(record.files[0].digest)
+    data = place.read_bytes()
+    place.unlink()
+    sender = Link(Remote(URL))
+    assert not sender.send(record, store, threading.Event())
+    assert there.objects == {} and not sender.unwritten
+    assert sender.take_warnings() == [
+        f"{place} is not sent: No such file or directory; run `mlcbuild cache verify`"
+    ]
+    place.write_bytes(data)
+    assert sender.send(record, store, threading.Event())
+
+
 def test_a_damaged_file_of_this_machine_is_withheld(there: Objects, built: tuple[Record, Store]) -> None:
     record, store = built
     place = store.blob(record.files[0].digest)
