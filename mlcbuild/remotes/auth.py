@@ -27,8 +27,8 @@ def home() -> Path:
 
 def variables(host: str) -> tuple[str, str]:
     """Returns the names of the environment variables for a host's bearer token and its `user:password`. They
-    end in the host's name in capitals, with "_" for all but letters and digits: MLCBUILD_TOKEN_EXAMPLE_ORG
-    and MLCBUILD_LOGIN_EXAMPLE_ORG for example.org. host: without a port.
+    end in the host's name in capitals, with "_" for all but letters and digits: EXAMPLE_ORG for example.org.
+    host: without a port.
 
     The host is part of the name, so that a recipe cannot make mlcbuild send a credential to another host.
     """
