@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mlcbuild.models import Clamp, Experts, Router
+from mlcbuild.models.experts import SMALLEST_LOGIT
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Weight: TypeAlias = Callable[..., Array]
@@ -87,7 +88,7 @@ def _sparsemixer(logits: Array, jitter: Any) -> tuple[Array, Array]:
     chosen, weights = np.empty((len(logits), 2), np.intp), np.empty((len(logits), 2), logits.dtype)
     for turn in range(2):
         largest = left.max(axis=-1, keepdims=True)
-        size = np.maximum(np.maximum(np.abs(logits), largest), np.finfo(np.float32).tiny)
+        size = np.maximum(np.maximum(np.abs(logits), largest), SMALLEST_LOGIT)
         far = (largest - logits) / size > 2 * jitter
         chosen[:, turn] = left.argmax(axis=-1)
         weights[:, turn] = _softmax(np.where(far, -np.inf, left))[rows, chosen[:, turn]]

@@ -18,6 +18,13 @@ from typing import Literal
 
 from mlcbuild.models.param import Activation, Param
 
+SMALLEST_SUM = 1e-20
+"""Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids
+may all be 0."""
+SMALLEST_LOGIT = 2.0**-126
+"""Lower bound of max(|logit|, largest) in the rule of sparsemixer, the smallest normal float32: the distance
+of a logit 0 from the largest, 0, is 0 instead of 0 / 0."""
+
 
 @dataclass(frozen=True)
 class Router:

@@ -16,17 +16,12 @@ from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, scratch, size_var
 from mlcbuild.compiler.cpu.kernels.vectors import Register, f32, i64, register
 from mlcbuild.models import Experts
+from mlcbuild.models.experts import SMALLEST_LOGIT, SMALLEST_SUM
 
 SERIAL_ROWS = 4
 """Maximum number of rows whose experts one core chooses alone, since waking the other cores would take
 longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
 _LEAST = float("-inf")
-_SMALL = 2.0**-126
-"""The smallest normal float32. Dividing by at least this number makes 0 / 0, of logits that are 0, 0."""
-_SMALLEST_SUM = 1e-20
-"""Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids
-may all be 0.
-"""
 
 
 def route(isa: ISA, spec: Experts) -> PrimFunc:
@@ -105,7 +100,7 @@ class _Picks:
         _each(spec.chosen, choose)
         factor: Expr = f32(router.scale)
         if router.normalized:
-            factor = T.bind(factor / T.max(total.value, f32(_SMALLEST_SUM)))
+            factor = T.bind(factor / T.max(total.value, f32(SMALLEST_SUM)))
         elif router.scale == 1.0:
             return
         _each(spec.chosen, lambda number: self._weigh(number, self.picked[spec.chosen + number] * factor))
@@ -183,7 +178,7 @@ class _Picks:
 
             def add(e: Expr) -> None:
                 logit = T.bind(logits[row, e])
-                distance = (most - logit) / T.max(T.max(floats.fabs(logit), most), f32(_SMALL))
+                distance = (most - logit) / T.max(T.max(floats.fabs(logit), most), f32(SMALLEST_LOGIT))
                 with T.If(T.And(distance <= near, self.left[e] > f32(_LEAST))), T.Then():
                     total.set(total.value + floats.exp(logit - most))
 

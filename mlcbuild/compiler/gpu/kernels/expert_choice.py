@@ -32,13 +32,8 @@ from mlcbuild.compiler.gpu.tensorir import (
     when,
 )
 from mlcbuild.models import Experts
+from mlcbuild.models.experts import SMALLEST_LOGIT, SMALLEST_SUM
 
-_SMALL = 2.0**-126
-"""The smallest normal float32. Dividing by at least this number makes 0 / 0, of logits that are 0, 0."""
-_SMALLEST_SUM = 1e-20
-"""Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids
-may all be 0.
-"""
 _SORTERS = 256
 
 
@@ -114,7 +109,7 @@ class _Choice:
             put(total, number(0), 0)
             with T.serial(spec.chosen) as place:
                 put(total, total[0] + self._picked[place], 0)
-            factor = bind(factor / T.max(total[0], exact(_SMALLEST_SUM)))
+            factor = bind(factor / T.max(total[0], exact(SMALLEST_SUM)))
         strided(
             spec.chosen,
             tx,
@@ -214,7 +209,7 @@ class _Choice:
 
             def add(e: Value, value: Value) -> None:
                 logit, largest = bind(logits[row, e]), numbers[0]
-                size = T.max(T.max(T.max(logit, -logit), largest), number(_SMALL))
+                size = T.max(T.max(T.max(logit, -logit), largest), number(SMALLEST_LOGIT))
                 near = T.And((largest - logit) / size <= limit, value > number(LOWEST))
                 put(numbers, numbers[1] + either(near, T.exp(value - largest), number(0)), 1)
 
