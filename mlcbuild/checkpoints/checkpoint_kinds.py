@@ -107,7 +107,8 @@ def kind_of_files(names: Collection[str]) -> CheckpointKind:
     adapter* and consolidated*, and no index of such files; without either, the kind is SAFETENSORS. Names of
     files that are still being downloaded, such as model.safetensors.part, do not count.
     """
-    others, endings = ("adapter", "consolidated"), (".safetensors", ".safetensors.index.json")
+    others = ("adapter", "consolidated")
+    endings = (".safetensors", ".safetensors.index.json")
     if any(name.endswith(endings) and not name.startswith(others) for name in names):
         return SAFETENSORS
     return PYTORCH if any(name in names for name in TORCH_FILES) else SAFETENSORS

@@ -107,14 +107,15 @@ def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
             scaling |= {"short_mscale": factor, "long_mscale": factor}
         elif keys.get("rope.scaling.attn_factor") is not None:
             scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
-    elif kind in (None, "", "none", "linear"):
+    elif kind == "linear":
+        _check_attention_factor(keys)
+        return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
+    elif kind in (None, "", "none"):
         _check_attention_factor(keys)
         if kind == "none":
             # A factor means nothing then; converters write 1.
             keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
-        if kind != "linear":
-            return None
-        return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
+        return None
     elif kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": keys.number("rope.scaling.factor")}
         names = {

@@ -1,6 +1,5 @@
 """The model family gpt-oss: experts with biases and a clamped gate, attention sinks, and an attention window
-in every other layer.
-"""
+in every other layer."""
 
 from __future__ import annotations
 
@@ -39,8 +38,12 @@ FAMILY = Family(
     RopeRules(theta=150000.0),
     config=ConfigRules(
         head_dim=64,
-        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8}
-        | {"num_local_experts": 128, "num_experts_per_tok": 4},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
     ),
     tensors=TensorRules(
         {

@@ -15,7 +15,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     layer = common.layer(qkv_bias=has_bias, output_bias=has_bias)
     layer = replace(layer, feed_forward=replace(common.feed_forward, gated=False, bias=has_bias))
     hidden = common.model.hidden_size
-    on, family = ("do_layer_norm_before", "layer_norm_elementwise_affine"), "family 'opt'"
+    family = "family 'opt'"
+    on = ("do_layer_norm_before", "layer_norm_elementwise_affine")
     fields.neutral(dict.fromkeys(on, (True,)), family)
     fields.neutral({"_remove_final_layer_norm": (False,), "word_embed_proj_dim": (None, hidden)}, family)
     fields.ignore(("dropout", "layerdrop", "init_std", "activation_dropout", "output_projection"))
