@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -107,7 +107,8 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
     """
     damaged: list[str] = []
     mended: list[str] = []
-    good, bad = dict[str, int](), set[str]()
+    good: dict[str, int] = {}
+    bad: set[str] = set()
     with store.writing():
         layout.remove_links(str(store.root))
         named, count = _sound_records(store, damaged)
@@ -134,16 +135,23 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
             if mend is not None and not mend(entry):
                 mended.append(f"{user} (blob {digest}) was missing")
                 good[digest] = entry.size
-        missing = [
-            f"{name}: {path} (blob {digest})"
-            for name, record in named
-            for path, digest, size in record.rows
-            if digest not in bad and good.get(digest) != size
-        ]
+        missing = _missing(named, good, bad)
     unused = len(good.keys() - users.keys())
     return Verified(
         count, len(good), sum(good.values()), tuple(damaged), tuple(missing), unused, tuple(mended)
     )
+
+
+def _missing(named: Iterable[tuple[str, Record]], good: Mapping[str, int], bad: Container[str]) -> list[str]:
+    """Returns descriptions of the files that step records list and the store lacks. named: (step name,
+    record) each; good: digest of an intact blob -> its size in bytes; bad: digests of damaged ones, which are
+    not missing."""
+    return [
+        f"{name}: {path} (blob {digest})"
+        for name, record in named
+        for path, digest, size in record.rows
+        if digest not in bad and good.get(digest) != size
+    ]
 
 
 def _place(store: Store, record: Record) -> Path:
@@ -236,26 +244,21 @@ class _KeptBlobs:
     """True once the blobs of a record exceeded the room that was left. Records used before it then go, too,
     unless they add no bytes."""
 
-    def has_room(self, record: Record) -> bool:
-        """Returns True if a record fits: it adds no bytes, or it and all more recently used records, except
-        those whose blobs alone exceed the limit, are within it. Sets `is_full` at the first that does not,
-        unless its blobs alone exceed the limit."""
+    def keep(self, record: Record, always: bool) -> bool:
+        """Adds the blobs of a record if it adds no bytes, or if it and all more recently used records, except
+        those whose blobs alone exceed the limit, are within it; returns False if it does not fit. always:
+        True to add them in any case."""
         sizes = {digest: size for _, digest, size in record.rows}
-        added = self._added(sizes)
-        if added == 0:
-            return True
-        if sum(sizes.values()) > self.limit:
-            return False
-        self.is_full = self.is_full or self.total + added > self.limit
-        return not self.is_full
-
-    def add(self, record: Record) -> None:
-        sizes = {digest: size for _, digest, size in record.rows}
-        self.total += self._added(sizes)
+        added = sum(size for digest, size in sizes.items() if digest not in self.sizes)
+        if added and not always:
+            if sum(sizes.values()) > self.limit:
+                return False
+            self.is_full = self.is_full or self.total + added > self.limit
+            if self.is_full:
+                return False
+        self.total += added
         self.sizes |= sizes
-
-    def _added(self, sizes: Mapping[str, int]) -> int:
-        return sum(size for digest, size in sizes.items() if digest not in self.sizes)
+        return True
 
 
 def _collect(
@@ -277,11 +280,10 @@ def _collect(
     for path in by_use:
         record = store.record(path.name)
         when = path.lstat().st_mtime
-        if record is None or (when < used and (when < cutoff or not kept_blobs.has_room(record))):
+        is_old = when < min(used, cutoff)
+        if record is None or is_old or not kept_blobs.keep(record, always=when >= used):
             remove(path)
             removed += 1
-        else:
-            kept_blobs.add(record)
     named = (
         (blob, blob.lstat()) for blob in _entries(store.root / "cas") if blob.name not in kept_blobs.sizes
     )
