@@ -248,6 +248,7 @@ class Models:
         """Unloads models without users, least recently used first, until `needed` bytes of the memory for
         bundles are free. Raises RequestError (503) if models in use, or engines that do not stop within 60
         seconds, leave less; without any loaded model, a model may need more than the limit."""
+        self._free_stopped()
         while self._loaded_bytes() + needed > self.requested.budget:
             with self._door:
                 idle = [entry for entry in self.entries if entry.engine is not None and not entry.users]
@@ -260,6 +261,7 @@ class Models:
             # Cancelled requests end with the running step.
             engine.drain()
             engine.close(timeout=60)
+            self._free_stopped()
         if self._loaded_bytes() and self._loaded_bytes() + needed > self.requested.budget:
             raise RequestError(
                 f"the model needs {sizes.show(needed)}, and the models in use leave no room for it in"
@@ -268,14 +270,16 @@ class Models:
                 status=503,
             )
 
-    def _loaded_bytes(self) -> int:
-        """Frees the memory of unloaded models whose engines have stopped. Returns the bytes of loaded models
-        and of unloaded ones whose engine still runs a step."""
+    def _free_stopped(self) -> None:
+        """Frees the memory of unloaded models whose engines have stopped."""
         for engine, memory in tuple(self._stopping):
             if engine.close(timeout=0):
                 with self._door:
                     self._stopping.remove((engine, memory))
                 engine.executor.close()
+
+    def _loaded_bytes(self) -> int:
+        """Returns the bytes of loaded models, and of unloaded ones whose engine still runs a step."""
         loaded = sum(entry.chosen.memory for entry in self.entries if entry.engine and entry.chosen)
         return loaded + sum(memory for _, memory in self._stopping)
 
