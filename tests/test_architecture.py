@@ -106,12 +106,13 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "devices": "executor",
     "untrusted": "executor text",
     "locations": "",
+    "option_values": "",
     "release": "",
     "engine": "constraints executor locations text untrusted",
     "openai": "constraints engine executor text",
-    "http": "engine openai release",
+    "http": "engine openai option_values release",
     "local": "engine openai untrusted",
-    "chat": "engine locations openai release untrusted",
+    "chat": "engine locations openai option_values release untrusted",
     "__main__": "http release",
 }
 SHARED = {"errors", "canon"}

@@ -12,6 +12,7 @@ from mlcbuild_format.errors import BundleError
 from mlcbuild_runtime import release
 from mlcbuild_runtime.chat import chat_options, run
 from mlcbuild_runtime.locations import directories
+from mlcbuild_runtime.option_values import positive
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -27,7 +28,7 @@ def main(words: Sequence[str] | None = None) -> int:
     chat_options.add(parser, "a bundle, or a directory with one bundle")
     parser.add_argument(
         "--threads",
-        type=chat_options.positive,
+        type=positive,
         metavar="N",
         help="threads of the model (default: all cores)",
     )

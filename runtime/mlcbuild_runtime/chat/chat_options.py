@@ -6,6 +6,8 @@ import argparse
 import os
 from dataclasses import dataclass
 
+from mlcbuild_runtime.option_values import positive
+
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 HOTTEST = 2
 """Maximum temperature that requests may state, as in OpenAI's API."""
@@ -69,11 +71,4 @@ def temperature(text: str) -> float:
     number = float(text)
     if not 0 <= number <= HOTTEST:
         raise argparse.ArgumentTypeError(f"must be from 0 to {HOTTEST}, found {text}")
-    return number
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
     return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 
 from mlcbuild_format import sizes
@@ -14,6 +13,7 @@ from mlcbuild_runtime.engine.drafts import TOKENS, Speculate
 from mlcbuild_runtime.engine.memory_modes import MODES, LimitOverrides
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.serve import KEY_VARIABLE, Logs, ServerOptions
+from mlcbuild_runtime.option_values import natural, positive, seconds
 
 NAMES = "a bundle, or a directory of bundles"
 
@@ -228,24 +228,3 @@ def _bytes(text: str) -> int:
     if not count:
         raise argparse.ArgumentTypeError(f"must be at least 1 byte, found '{text}'")
     return count
-
-
-def natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, found {text}")
-    return number
-
-
-def seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, found {text}")
-    return number
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return number
