@@ -13,7 +13,7 @@ import httpx
 import pytest
 from mlcbuild_format.errors import RequestError
 from mlcbuild_runtime.engine.engine import Engine
-from mlcbuild_runtime.http import event_stream, handling, ollama_endpoints
+from mlcbuild_runtime.http import event_stream, handling
 from mlcbuild_runtime.http.body_reader import BodyReader
 from mlcbuild_runtime.http.ollama_endpoints import VERSION, OllamaEndpoints
 from mlcbuild_runtime.openai import embeddings
@@ -131,7 +131,7 @@ def test_large_bodies_are_released_before_embeddings_are_computed(
         return await event_stream.unless_gone(*arguments)
 
     monkeypatch.setattr(handling, "BodyReader", Watched)
-    monkeypatch.setattr(ollama_endpoints, "unless_gone", watched)
+    monkeypatch.setattr(handling, "unless_gone", watched)
     text = "," * 60  # Many commas count as many values.
     assert len(call(engine, "embed", input=[text] * 600).json()["embeddings"]) == 600
     assert call(engine, "embeddings", prompt="," * 40_000).json()["embedding"]
@@ -166,7 +166,7 @@ def test_all_texts_of_a_request_are_embedded_while_the_server_stops(
             stopping.drain()
             return events
 
-        monkeypatch.setattr(ollama_endpoints, "unless_gone", drained)
+        monkeypatch.setattr(handling, "unless_gone", drained)
         count = 2 * AT_A_TIME + 1
         assert len(call(stopping, "embed", input=["a"] * count).json()["embeddings"]) == count
         with pytest.raises(RequestError, match="the server is stopping"):

@@ -17,15 +17,17 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Event, late
 from mlcbuild_runtime.engine.request import Request as EngineRequest
-from mlcbuild_runtime.engine.request import late
 from mlcbuild_runtime.engine.served_models import Models
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.accesslog import record
 from mlcbuild_runtime.http.body_reader import BodyReader
+from mlcbuild_runtime.http.event_stream import collected, unless_gone
 from mlcbuild_runtime.http.metrics import Metrics
 from mlcbuild_runtime.openai import openapi, service
 from mlcbuild_runtime.openai.body import wrong
+from mlcbuild_runtime.openai.embeddings import EmbeddingsJob
 from mlcbuild_runtime.openai.foreign_fields import translated, without_unknown
 from mlcbuild_runtime.openai.service import CompletionJob
 from mlcbuild_runtime.openai.streams import AsyncAnswers
@@ -136,6 +138,17 @@ class RequestHandling:
         line.model(name, requests, stream)
         limited = [self._limited(engine, each) for each in requests]
         return AsyncAnswers(engine, limited, lambda sink: self._metrics.watched(name, line.watched(sink)))
+
+    async def embedded(self, request: Request, engine: Engine, job: EmbeddingsJob) -> list[Event]:
+        """Computes the embeddings of all texts of an HTTP request, some at a time, and returns the engine's
+        event for each, which holds its embedding. Raises RequestError if the queue is full or a text does not
+        fit the model, EngineError if the engine is stopped, ClientDisconnect if the client disconnects."""
+        last_events: list[Event] = []
+        for wave in job.waves():
+            answers = self.submit(request, engine, wave)
+            received = await unless_gone(request, answers, collected(answers, len(wave)))
+            last_events += [events[-1] for events in received]
+        return last_events
 
     def _limited(self, engine: Engine, request: EngineRequest) -> EngineRequest:
         """Returns a request for the engine with the server's limits of tokens (except for an embedding) and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -22,6 +22,7 @@ from mlcbuild_runtime.openai import embeddings, ollama_request, service
 from mlcbuild_runtime.openai.body import RequestBody, is_among
 from mlcbuild_runtime.openai.embeddings import EmbeddingsJob
 from mlcbuild_runtime.openai.ollama_models import shown, tag
+from mlcbuild_runtime.openai.ollama_request import EmbeddingInput
 from mlcbuild_runtime.openai.ollama_stream import OllamaOutput, moment
 from mlcbuild_runtime.openai.service import CompletionJob
 from mlcbuild_runtime.openai.streams import AsyncAnswers
@@ -109,15 +110,7 @@ class OllamaEndpoints:
 
     async def embed(self, request: Request) -> Response:
         began = time.monotonic_ns()
-        with ExitStack() as use:
-            async with self._requests.body(request) as body:
-                fields = RequestBody(body, ollama_request.EMBED)
-                texts = ollama_request.texts(fields.get("input"))
-                truncate = fields.boolean("truncate", default=True)
-                engine = await self._engine(body, use)
-                job = await _embeddings(engine, texts, truncate, fields.integer("dimensions"))
-            del body, fields, texts  # They may be large, and the embeddings may take long.
-            vectors = await self._vectors(request, engine, job)
+        job, vectors = await self._embedded(request, ollama_request.embed_input)
         spent = time.monotonic_ns() - began
         times: dict[str, Json] = {"total_duration": spent, "load_duration": 0}
         document = {"model": job.model, "embeddings": vectors, **times, "prompt_eval_count": job.tokens}
@@ -127,26 +120,23 @@ class OllamaEndpoints:
     async def embedding(self, request: Request) -> Response:
         """Returns the response to a request for /api/embeddings, Ollama's older path for the embedding of one
         text. A text that is longer than the context is cut."""
-        with ExitStack() as use:
-            async with self._requests.body(request) as body:
-                fields = RequestBody(body, ollama_request.EMBEDDING)
-                texts = ollama_request.texts(fields.text("prompt"))
-                engine = await self._engine(body, use)
-                job = await _embeddings(engine, texts, truncate=True, dimensions=None)
-            del body, fields, texts
-            (vector,) = await self._vectors(request, engine, job)
+        _, (vector,) = await self._embedded(request, ollama_request.embedding_input)
         return JSONResponse({"embedding": vector})
 
-    async def _vectors(self, request: Request, engine: Engine, job: EmbeddingsJob) -> list[Json]:
-        """Computes and returns the embeddings of a request's texts. Raises RequestError if the engine refuses
-        a text, ClientDisconnect if the client disconnects."""
-        last_events = []
-        for wave in job.waves():
-            answers = self._requests.submit(request, engine, wave)
-            last_events += [
-                events[-1] for events in await unless_gone(request, answers, collected(answers, len(wave)))
-            ]
-        return await run_in_threadpool(job.vectors, last_events)
+    async def _embedded(
+        self, request: Request, read: Callable[[Mapping[str, Json]], EmbeddingInput]
+    ) -> tuple[EmbeddingsJob, list[Json]]:
+        """Returns (checked request, embedding of each text) for the body of `request`. read: function that
+        returns the texts and options in a body. Raises RequestError for a body or a text that cannot be
+        served, ClientDisconnect if the client disconnects."""
+        with ExitStack() as use:
+            async with self._requests.body(request) as body:
+                texts, truncate, dimensions = read(body)
+                engine = await self._engine(body, use)
+                job = await _embeddings(engine, texts, truncate, dimensions)
+            del body, texts  # They may be large, and the embeddings may take long.
+            events = await self._requests.embedded(request, engine, job)
+            return job, await run_in_threadpool(job.vectors, events)
 
     async def _engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
         return await self._requests.engine({"model": ollama_request.model_name(body)}, use)

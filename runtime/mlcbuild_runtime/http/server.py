@@ -24,7 +24,6 @@ from starlette.types import ExceptionHandler
 
 from mlcbuild_runtime import release
 from mlcbuild_runtime.engine.engine import Engine
-from mlcbuild_runtime.engine.request import Event
 from mlcbuild_runtime.engine.served_models import Models, card
 from mlcbuild_runtime.http import error_responses, middleware, reference_page
 from mlcbuild_runtime.http.access import Access
@@ -253,12 +252,8 @@ class _Server:
                 engine = await self.requests.engine(body, use)
                 job = await run_in_threadpool(embeddings.job, engine, body)
             del body
-            last_events: list[Event] = []
-            for wave in job.waves():
-                answers = self.requests.submit(request, engine, wave)
-                all_events = await unless_gone(request, answers, collected(answers, len(wave)))
-                last_events += [events[-1] for events in all_events]
-            content = await run_in_threadpool(job.content, last_events)
+            events = await self.requests.embedded(request, engine, job)
+            content = await run_in_threadpool(job.content, events)
             return Response(content, media_type="application/json")
 
     async def responses(self, request: Request) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, describe
@@ -289,9 +290,33 @@ def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
     return calls.take_first() or ""
 
 
-def texts(value: Json) -> list[Json]:
-    """Returns the texts in `value`, the field `input` of Ollama's /api/embed: a text or a list of texts,
-    which may be empty. Raises RequestError for anything else, and for an empty text."""
+class EmbeddingInput(NamedTuple):
+    """The texts whose embeddings a request to Ollama's API asks for."""
+
+    texts: list[Json]
+    truncate: bool
+    """True if texts longer than the context are cut instead of refused."""
+    dimensions: int | None
+    """Number of values of each embedding; None: all."""
+
+
+def embed_input(body: Mapping[str, Json]) -> EmbeddingInput:
+    """Returns what a body of Ollama's /api/embed states. Raises RequestError for a wrong or unknown field,
+    and for an empty text."""
+    fields = RequestBody(body, EMBED)
+    truncate, dimensions = fields.boolean("truncate", default=True), fields.integer("dimensions")
+    return EmbeddingInput(_texts(fields.get("input")), truncate, dimensions)
+
+
+def embedding_input(body: Mapping[str, Json]) -> EmbeddingInput:
+    """Returns what a body of Ollama's /api/embeddings states, a single text. Raises RequestError for a wrong
+    or unknown field, and for an empty text."""
+    return EmbeddingInput(_texts(RequestBody(body, EMBEDDING).text("prompt")), True, None)
+
+
+def _texts(value: Json) -> list[Json]:
+    """Returns the texts in `value`, a text or a list of texts, which may be empty. Raises RequestError for
+    anything else, and for an empty text."""
     listed: list[Json] = value if isinstance(value, list) else [value]
     for item in listed:
         if not isinstance(item, str):
