@@ -7,11 +7,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from mlcbuild_runtime.engine.memory_modes import LimitOverrides
+from mlcbuild_runtime.engine.served_models import Models as ServedModels
 from mlcbuild_runtime.http import draining
 
 
@@ -71,7 +74,7 @@ def test_a_draining_server_ends_with_its_last_request(listener: socket.socket, n
     models.running = 1
     assert not tick(actual)
     actual.handle_exit(signal.SIGTERM, None)
-    assert models.calls == ["drain"] and not tick(actual)
+    assert not tick(actual) and models.calls == ["drain"]
     models.running, models.waiting = 0, 1
     assert not tick(actual)
     models.waiting = 0
@@ -103,6 +106,7 @@ def test_the_time_for_draining_is_limited(listener: socket.socket, now: list[flo
     actual = server(listener, models, 5)
     models.running = 1
     actual.handle_exit(signal.SIGTERM, None)
+    assert not tick(actual)
     now[0] += 5
     assert not tick(actual)
     now[0] += 0.1
@@ -125,6 +129,29 @@ def test_other_signals_end_at_once(
     for number in signals:
         actual.handle_exit(number, None)
     assert actual.should_exit and actual.force_exit == forced
+
+
+def test_a_signal_may_interrupt_code_that_holds_a_lock(listener: socket.socket) -> None:
+    """Python runs the handler of a signal amid the main thread's code, which may hold a lock of the models or
+    of an engine: a handler that takes one would wait for ever."""
+    models: Any = ServedModels([], LimitOverrides())
+    actual = draining._ModelServer(app, models, listener, 5, lambda: "ready")
+    with models._door:
+        handling = threading.Thread(target=actual.handle_exit, args=(signal.SIGTERM, None), daemon=True)
+        handling.start()
+        handling.join(10)
+        assert not handling.is_alive()
+    assert models.ready
+    tick(actual)
+    assert not models.ready
+
+
+def test_sigterm_ends_a_server_without_a_ready_model(listener: socket.socket) -> None:
+    models = Models()
+    models.ready = False
+    actual = server(listener, models, 5)
+    actual.handle_exit(signal.SIGTERM, None)
+    assert tick(actual) and not models.calls
 
 
 def test_a_server_answers_and_closes_its_engines_first(

@@ -109,6 +109,8 @@ class _ModelServer(BoundedServer):
         self._drain = drain
         self._was_idle = True
         """True if no request was running or waiting at the last check."""
+        self._is_drain_requested = False
+        """True after the first SIGTERM, if running requests may finish."""
         self._last_moment = math.inf
         """Time at which draining of the server ends, as time.monotonic returns it; infinity before draining
         begins."""
@@ -119,20 +121,30 @@ class _ModelServer(BoundedServer):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal: after SIGTERM running requests may finish within the time for draining, if it is
-        not 0; SIGINT, or a second signal, ends them at once."""
-        if sig == signal.SIGTERM and self._models.ready and self._drain:
-            self._models.drain()
-            self._last_moment = time.monotonic() + self._drain
+        not 0; SIGINT, or a second signal, ends them at once. It only notes what is to be done, for `on_tick`:
+        the signal may interrupt code of this thread that holds a lock of the models or of an engine."""
+        if sig == signal.SIGTERM and self._drain and not self._is_drain_requested:
+            self._is_drain_requested = True
             return
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Stops a draining server when no request is left, or when the time for its running requests has
-        passed; returns True if the server must stop now. uvicorn calls it ten times per second. A draining
-        server still answers, and reports that it is not ready. No request counts as left if two checks find
-        none: between two parts of a request for many embeddings, the engine has nothing to do."""
+        """Drains the server after SIGTERM. Stops a draining server when no request is left, or when the time
+        for its running requests has passed; returns True if the server must stop now. uvicorn calls it ten
+        times per second. A draining server still answers, and reports that it is not ready. No request counts
+        as left if two checks find none: between two parts of a request for many embeddings, the engine has
+        nothing to do."""
+        if self._is_drain_requested and self._last_moment == math.inf:
+            self._begin_draining()
         state, was_idle = self._models.state(), self._was_idle
         self._was_idle = not (state.running or state.waiting)
         if (self._was_idle and was_idle) or time.monotonic() > self._last_moment:
             self.should_exit |= self._last_moment < math.inf
         return await super().on_tick(counter)
+
+    def _begin_draining(self) -> None:
+        if self._models.ready:
+            self._models.drain()
+            self._last_moment = time.monotonic() + self._drain
+        else:
+            self.should_exit = True

@@ -18,7 +18,7 @@ from mlcbuild_runtime.openai.foreign_fields import checked, translated
 from mlcbuild_runtime.openai.service import CompletionJob, rendered
 
 Document = dict[str, Json]
-_OWN = ("echo", "logprobs", "max_tokens", "n", "stream_options")
+_OWN = ("echo", "logprobs", "n", "stream_options")
 """Fields of OpenAI's completions that llama.cpp's API defines differently or lacks."""
 TABLE: Table = {
     **{name: field for name, field in api.COMPLETION.items() if name not in _OWN},
@@ -29,8 +29,6 @@ TABLE: Table = {
 }
 """Fields of llama.cpp's /completion that this server's API document lists: name -> schema and description.
 Other fields are accepted only with values that change nothing."""
-ACCEPTED: Table = {**TABLE, "max_tokens": api.COMMON["max_tokens"]}
-"""All fields of llama.cpp's /completion: the listed ones, and those to which they are translated."""
 
 
 def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
@@ -39,7 +37,7 @@ def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
     of other fields are not checked yet."""
     fields = translated(body)
     unknown = {key: value for key, value in fields.items() if key not in api.COMPLETION or key in _OWN[:2]}
-    checked(unknown, ACCEPTED)
+    checked(unknown, TABLE)
     return fields
 
 

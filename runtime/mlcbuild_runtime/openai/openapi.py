@@ -65,10 +65,8 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
 
 
 def table(path: str) -> Table | None:
-    """Returns name of a field -> its schema and description, for the request bodies of an endpoint, also for
-    fields that the document does not list. None for a path whose bodies are not checked with such a table."""
-    if path == "/completion":
-        return llama_completion.ACCEPTED
+    """Returns name of a field -> its schema and description, for the request bodies of an endpoint; None for
+    a path whose bodies are not checked with such a table."""
     entry = _BODIES.get(path) or _BODIES.get(f"/v1{path}")
     return None if entry is None else entry[1]
 
