@@ -28,10 +28,12 @@ covers a token with its draft tokens, but no prompt. On a core of Zen 5, a seque
 % longer with this division than without it (`ci/bench/constants`).
 """
 LOWEST = -1e30
-"""Initial value of the running maximum of attention scores."""
+"""Initial value of the running maximum of attention scores: finite, because the difference of two infinities
+is NaN.
+"""
 HIDDEN = -2e30
-"""Value of a masked score. It is so far below the first maximum that its weight is almost zero, and
-not NaN.
+"""Value of a masked score. It is so far below the initial value of the running maximum (LOWEST) that its
+softmax weight is almost zero (at most about 1e-38), and not NaN.
 """
 PAIR = 32
 """Number of query vectors (one head of one row each) whose attention tile registers compute together: two
@@ -55,14 +57,18 @@ class AttentionKernel:
     scale: float
     softcap: float | None
     rounded: bool = False
-    """True if prompt rows may be computed with queries, keys, values and weights rounded to bfloat16."""
+    """True if prompt rows may be computed with queries, keys, values and softmax weights rounded to bfloat16.
+    """
     columns: int = 0
-    """Number of columns of attention's output [n, columns] if it is wider than query heads * value_dim, else
-    0. Prompt rows are then stored as bfloat16 tiles for AMX, which the following matrix product reads.
+    """Number of columns of attention's output [n, columns] if it has more than query heads * value_dim, else
+    0. With more columns, AMX stores the output of prompt rows as bfloat16 tiles, which the matrix product
+    after attention reads.
     """
     alibi: Alibi | None = None
     sinks: str | None = None
-    """Stored type of the attention sinks; None: there are none."""
+    """Stored type, such as "float16", of the attention sinks (one logit per query head, in the softmax
+    denominator only); None if there are none.
+    """
 
     @property
     def has_prompt_variant(self) -> bool:
@@ -98,17 +104,18 @@ class AttentionKernel:
 
     @property
     def tile(self) -> int:
-        """Returns the number of query vectors whose scores are computed together. Their scores for one page
-        fill at most half of the vector registers. In decoding, the vectors are the query heads that share a
-        KV head, so the number is three instead of four if three divides these heads with less waste.
+        """Returns the number of query vectors, 1 to 4, whose scores are computed together. Their scores for
+        one page fill at most half of the vector registers. In decoding, the vectors are the query heads that
+        share a KV head, so the number is three instead of four if three divides these heads with less waste.
         """
         most, group = max(1, min(4, self.registers * self.scores.lanes // (2 * PAGE))), self.heads.group
         return 3 if most == 4 and group > 2 and -group % 3 < -group % 4 else most
 
     @property
     def value_vectors(self) -> int:
-        """Returns the number of vectors of one head's output that attention keeps in registers at a time. It
-        divides the number of vectors of that output.
+        """Returns the number of vectors of one head's output that attention keeps in registers at a time for
+        each of the query vectors that are computed together: the largest divisor of the number of vectors of
+        that output with which all of them fill at most half of the vector registers (at least 1).
         """
         limit = max(1, self.registers // (2 * self.tile))
         vectors = self.heads.value_dim // self.values.lanes
@@ -130,7 +137,9 @@ class AttentionKernel:
 
     @property
     def prompt_block(self) -> int:
-        """Returns the maximum number of prompt rows of one sequence in an attention task on AMX."""
+        """Returns the maximum number of prompt rows (tokens) of one sequence in an attention task on AMX:
+        together at most 192 query vectors (one head of one row each), but at least one row.
+        """
         return max(1, PROMPT_VECTORS // self.heads.group)
 
     @property
@@ -172,7 +181,8 @@ class Call:
 
     def pages_seen(self, sequence: Expr, first: Expr, count: Expr) -> tuple[Expr, Expr, Expr]:
         """Returns (first page, last page, position after the last token) of what the rows first .. first +
-        count - 1 attend to; pages are counted from the start of the sequence. count must be above 0.
+        count - 1 of the batch attend to, within the sliding window. Pages are counted from the start of the
+        sequence, and the last page is included. count must be above 0.
         """
         end = T.bind(T.min(self.positions[first + count - 1] + 1, self.kv_lengths[sequence]))
         oldest = T.max(T.Cast("int64", self.positions[first]) - self.window + 1, T.int64(0))
@@ -210,10 +220,11 @@ class Call:
 def plan(call: Call) -> Expr:
     """Emits code that divides the attention of a batch into tasks, the same for each KV head, and returns
     their number per KV head. It writes to call.plan, for each task, sequence, first row, number of rows,
-    first page, last page, position after the last token, and the index of its first partial result (-1: the
-    task computes complete results); and to call.lines, for each sequence, the index of its first partial
-    result and the number of parts of up to 16 pages into which its pages are divided. The tables are in
-    memory because LLVM would otherwise take many seconds to analyse which pages a task reads.
+    first page, last page (inclusive), position after the last token, and the index of its first partial
+    result (-1: the task computes complete results); and to call.lines, for each sequence, the index of its
+    first partial result and the number of parts of up to 16 pages into which its pages are divided. Such an
+    index counts the results of all query heads of a row as one. The tables are in memory because LLVM would
+    otherwise take many seconds to analyse which pages a task reads.
     """
     at = registers(1, 2, "int32")[0]
     for i in range(2):
@@ -246,9 +257,9 @@ def plan(call: Call) -> Expr:
 
 
 def join(call: Call, sequence: Expr) -> None:
-    """Emits the combination of the partial attention results of one sequence: out = sum of totals / sum of
-    denominators over the parts of its pages, after scaling each part to the common maximum. Sequences that
-    were not divided into parts are skipped.
+    """Emits the combination of the partial attention results of one sequence into `call.out`: out = sum of
+    totals / sum of denominators over the parts of its pages, after scaling each part to the common maximum;
+    an attention sink is added to the denominator. Sequences that were not divided into parts are skipped.
     """
     first = T.bind(call.q_indptr[sequence])
     count = T.bind(call.q_indptr[sequence + 1] - first)
@@ -259,9 +270,10 @@ def join(call: Call, sequence: Expr) -> None:
 
 
 def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Expr]) -> None:
-    """Emits code that combines the partial attention results of one row and query head, and stores the
-    output. A record is the partial results of all query heads of a row. lines: (index of the row's first
-    record, distance to the row's next record, number of the row's records); place: (row, query head).
+    """Emits code that combines the partial attention results of one row and query head, and stores the result
+    in `call.out`. A record is the partial results of all query heads of a row over one part. lines: (index of
+    the row's first record, distance to its next record in records, number of its records); place: (index of
+    the row in the batch, query head).
     """
     (start, stride, parts), (row, head), heads = lines, place, call.spec.heads
     floats, scalar = call.spec.values, call.spec.values.scalar

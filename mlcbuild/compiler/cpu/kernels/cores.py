@@ -17,8 +17,8 @@ define linkonce_odr i64 @mlcbuild_take(ptr %counter) alwaysinline nounwind {
   ret i64 %taken
 }
 """
-"""LLVM code of an atomic fetch-and-add, which returns the counter's old value. It is a function because no
-LLVM intrinsic does this.
+"""LLVM code of a function that atomically adds 1 to an int64 counter and returns its old value. No LLVM
+intrinsic does this.
 """
 FIXED = 75
 """Percentage of a loop's iterations that are assigned to cores statically; each of the rest is executed by
@@ -50,8 +50,8 @@ def before_others() -> AbstractContextManager[None]:
 
 def counter() -> Buffer:
     """Emits a shared counter with the value zero, from which cores take the iterations of one parallel loop,
-    and returns its buffer, int64, for `shared`: padding surrounds the counter. It must be created before the
-    cores are launched.
+    and returns its int64 buffer, which is passed to the function `shared`; padding surrounds the counter. It
+    must be created before the cores are launched.
     """
     values = T.alloc_buffer((2 * _AWAY + 1,), "int64")
     T.buffer_store(values, i64(0), [_AWAY])
@@ -61,13 +61,12 @@ def counter() -> Buffer:
 def shared(count: Expr, counter: Buffer, emit: Callable[[Expr], None], fixed: Expr | None = None) -> None:
     """Emits a loop whose iterations are divided among all cores. It must be emitted inside the context of
     `one_launch`, which launches loops on all cores together. emit: function that emits the loop's body for an
-    index from 0 to count - 1; counter: the buffer of a counter that no other loop uses, from which cores take
-    indices.
+    index from 0 to count - 1; counter: buffer from the function `counter`, for this loop only, from which
+    cores take indices.
 
-    `fixed` percent of the iterations (FIXED by default) are assigned statically, consecutive ones to one
-    core, which hardware prefetching needs. The others are assigned dynamically, so that no core waits for a
-    slower or interrupted one. Fully dynamic sharing is up to a fifth slower where memory bandwidth is the
-    limit.
+    `fixed` percent of the iterations (75 by default) are assigned statically, consecutive ones to one core,
+    which hardware prefetching needs. The others are assigned dynamically, so that no core waits for a slower
+    or interrupted one. Fully dynamic sharing is up to a fifth slower where memory bandwidth is the limit.
     """
 
     def take() -> Expr:

@@ -16,7 +16,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, fetch_rows, i64, loa
 class DenseRows:
     """Emits reads of the rows of an unquantized float32 or float16 matrix [n, k] in blocks; an implementation
     of RowFormat in float_product.py. A block is 1, 2 or 4 vectors of consecutive values: the largest of these
-    numbers that divides a row, or else 1.
+    numbers that divides a row. If none does, it is one vector, and the last block of a row starts early and
+    overlaps the one before it.
     """
 
     isa: ISA

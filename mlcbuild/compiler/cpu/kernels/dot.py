@@ -41,14 +41,15 @@ class Products:
     bits: int
     """Number of bits of a weight: 3, 4, 5, 6 or 8."""
     signed: bool = True
-    """True if weights may be negative; their stored codes are then too large by `offset`."""
+    """True if weights may be negative; their stored codes are then too large by 2**(bits - 1)."""
 
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
-        """Returns the name of the way in which weights are multiplied with activations: the instruction that
-        the instruction set has for it or, for weights of more than 4 bits, another one if that instruction's
-        int16 sums are too narrow: "pmaddwd" adds pairs of int16 products to int32 lanes in one instruction,
-        "widening" multiplies in int16 lanes and adds pairs of products to int32 lanes with several.
+        """Returns the name of the way in which weights are multiplied with activations. It is that of the
+        instruction set, such as "vpdpbusd" (`ISA.dot`), except for weights of more than 4 bits where its
+        int16 sums are too narrow: "pmaddwd" instead of "pmaddubsw" adds pairs of int16 products to int32
+        lanes in one instruction, "widening" instead of "mul16" multiplies in int16 lanes and adds pairs of
+        products to int32 lanes with several.
         """
         if self.bits <= 4:
             return self.isa.dot
@@ -103,11 +104,11 @@ class Products:
         return 8 // low_bits(self.bits)
 
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
-        """Emits code that unpacks weight codes into operands of the dot-product instruction. Returns, for
-        each quad (four consecutive columns) in `packed`, a list of its one or two operands: int32 vectors
-        with a lane for each weight row. packed: int32 vector `j`, from 0, of those that hold the low bits of
-        the codes of a group of 32 columns, four bytes for each row; high: the group's vectors that hold the
-        other bits of its codes, empty if there are none.
+        """Emits code that unpacks weight codes into operands of the dot-product instruction. Returns a list
+        for each quad (four consecutive columns) in `packed`: its one or two operands, int32 vectors with a
+        lane for each weight row. packed: one int32 vector, with four bytes for each row; j: its index among
+        the vectors that hold the low bits of the codes of a group of 32 columns; high: the group's vectors
+        that hold the other bits of its codes, empty if there are none.
         """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
@@ -146,9 +147,10 @@ class Products:
         return intrinsic("int32x4", "llvm.aarch64.neon.smmla", total, *bytes_of)
 
     def start(self, correction: Expr) -> Expr:
-        """Returns the value from which the products of a group of 32 weights with activations are summed: the
-        correction for weights that are stored with an offset; or 0 in int16 lanes, which are just wide enough
-        for the products (at most 16 * 15 * 127 = 30480) and get the correction at the end.
+        """Returns the vector from which the products of a group of 32 weights with activations are summed.
+        Every lane is the correction for weights that are stored with an offset; or 0 in int16 lanes, which
+        are just wide enough for the products (at most 16 * 15 * 127 = 30480) and get the correction at the
+        end.
         """
         if self.narrow:
             return splat(T.int16(0), 2 * self.isa.lanes)
@@ -156,7 +158,9 @@ class Products:
 
     def step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
         """Returns `total`, a vector of sums, plus the products of one vector of weights (four consecutive k,
-        the summed dimension, for each row) with the int32 that holds the four activations of the same k.
+        the summed dimension, for each row) with the int32 `activations` that holds the four int8 activations
+        of the same k. Where two int32 hold them as int16 (`parts`), a step multiplies one of the two, and
+        `weights` holds the same two k.
         """
         lanes = self.isa.lanes
         both = (weights, splat(activations, lanes))

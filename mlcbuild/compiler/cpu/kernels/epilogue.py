@@ -23,7 +23,7 @@ class Stores(Protocol):
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         """Emits the store of a vector of `lanes` results of a row, starting at `column`. Results beyond the
         end of the row are left out. first: True if they are complete or the first part of sums that are
-        computed in parts of k.
+        computed in parts of k; False for a later part, which is added to the stored results.
         """
         ...
 

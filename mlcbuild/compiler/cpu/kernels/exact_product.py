@@ -27,8 +27,8 @@ def exact_product(form: RowFormat, fusion: Fusion) -> PrimFunc:
 
 
 def _row_by_row(call: FloatCall, lines: Buffer) -> None:
-    """Emits the product with rows of x divided among the cores: for a matrix that one core reads faster than
-    another core wakes.
+    """Emits the product with rows of x divided among the cores, or on one core for up to 4 rows: for a matrix
+    that one core reads faster than another core wakes.
     """
 
     def one_row(row: Expr) -> None:

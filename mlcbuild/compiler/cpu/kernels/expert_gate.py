@@ -54,10 +54,10 @@ class ExpertGate:
         return pair, bias, argument("bias_choices", (T.int64(), 2 * self.spec.chosen), "float32")
 
     def row(self, inputs: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes act(gate) * up, or its clamped form, for one pair (token, chosen expert),
-        and returns (buffer float32 [1, size] that holds the result, index 0 of its row). inputs: float32
-        [pairs, 2 * size] with gates, then ups; if the experts have biases, also the biases and the buffer of
-        each token's chosen experts. row: index of the pair."""
+        """Emits code that computes act(gate) * up for one pair (token, chosen expert), or with a clamp (up +
+        1) * gate * sigmoid(alpha * gate), and returns (buffer float32 [1, size] that holds the result, index
+        0 of its row). inputs: float32 [pairs, 2 * size] with gates, then ups; if the experts have biases,
+        also the biases and the buffer of each token's chosen experts. row: index of the pair."""
         size = self.spec.size
         floats, line = Floats.dividing(self.isa, size), scratch((1, size))
         expert = None if self.dtype is None else _expert(inputs[2], self.spec.chosen, row)

@@ -32,8 +32,9 @@ from mlcbuild.quant.groups import TILE_ROWS
 
 CHUNKS = 8
 """Number of parts per core into which the columns of the result are divided by the kernel that adds the
-results of experts to rows, so that cores finish at the same time. On two cores of Zen 5, 2 to 16 parts take
-the same time within 6 % (`ci/bench/constants --threads 2`).
+results of experts to rows, so that cores finish at the same time; one part per core if the batch uses no more
+experts than one row chooses. On two cores of Zen 5, 2 to 16 parts take the same time within 6 %
+(`ci/bench/constants --threads 2`).
 """
 
 
@@ -67,7 +68,7 @@ class _Plan:
     c is the number of experts that each row chooses, and i the index of the expert among the row's choices.
     """
     used: Expr
-    """Number of experts that at least one row has chosen."""
+    """Number of experts that at least one row has chosen, an int64 expression of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class _Part:
     """
 
     tile: Callable[[Expr, Expr, Sequence[Expr], Sequence[Expr]], None]
-    """Function from (expert, number of a tile of its matrix, rows of x, output rows) that emits the code
-    which computes and stores one tile of results.
+    """Function from (expert, index of a tile of its matrix, indices of packed rows of x, indices of their
+    output rows) that emits the code which computes and stores one tile of results.
     """
     tiles: int
     width: int
@@ -216,9 +217,10 @@ def _product(
     output: Stores,
     rows: Expr,
 ) -> tuple[Make, _Part]:
-    """Returns (function that emits code which packs a row of x, code generator for the product of packed rows
-    with one tile of an expert's weights). ready: function from a row's index that emits the row as float32;
-    output: emits stores of results; rows: number of rows of x.
+    """Returns (function of a row's index that emits code which packs this row of x, code generator for the
+    product of packed rows with one tile of an expert's weights). ready: function of a row's index that emits
+    the row as float32 and returns (its buffer, index of the row there); output: emits stores of results;
+    rows: number of rows of x.
     """
     linear = stack.linear
     form = row_format(linear)
@@ -245,7 +247,7 @@ def _product(
 
 def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by_pair: bool) -> None:
     """Emits the products that have a row of results for each pair (row, chosen expert), divided among cores
-    by expert and tile of weights. by_pair: True if x has one row for each pair.
+    by expert and tile of weights. by_pair: True if x has one row for each pair, False if one for each token.
     """
 
     def unit(number: Expr) -> None:
@@ -256,8 +258,9 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by
 
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
-    """Returns the percentage of a parallel loop's iterations that are assigned to cores statically: 100 if
-    the batch uses no more experts than one row chooses, else FIXED (75), the default of all kernels.
+    """Returns an int64 expression of the kernel: the percentage of a parallel loop's iterations that are
+    assigned to cores statically. It is 100 if the batch uses no more experts than one row chooses, else 75
+    (FIXED), the default of all kernels.
     """
     return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))
 

@@ -100,8 +100,8 @@ class RowFormat(Protocol):
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns vector number `plane` of the block of weights that `load` read: `lanes` float32 values
-        without offset and scale, too large by the power of two that `factor` returns."""
+        """Returns vector number `plane` of the block that `load` read: `lanes` float32 codes of weights, to
+        which offset and scale are not yet applied, too large by the power of two that `factor` returns."""
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
@@ -116,7 +116,7 @@ class RowFormat(Protocol):
 class PackedRow:
     """The order of the float32 values in a packed row of x, the left factor of a product: `blocks` blocks of
     `planes` vectors of `lanes` values. If weights have an offset, each block has one more vector: minus the
-    offset times the sum of x over the block's vectors."""
+    offset times the sum, lane by lane, of the block's vectors of x."""
 
     lanes: int
     planes: int
@@ -142,13 +142,13 @@ def packed(form: RowFormat) -> PackedRow:
 
 def block_rows(n: int) -> int:
     """Returns the number of weight rows that are unpacked at a time, which fit the L2 cache (256 KiB): 64, or
-    32 if a matrix has few rows `n`, since some threads would otherwise have no block to compute."""
+    32 if n < 1024 (`n`: rows of the matrix), since some threads would otherwise have no block."""
     return 64 if n >= 1024 else 32
 
 
 def streamed_batch(form: RowFormat) -> int:
-    """Returns the number of rows of x that share one pass over weights that stream from memory: fewer if an
-    offset is subtracted from weights, since a sum then takes two registers."""
+    """Returns the number of rows of x that share one pass over weights that stream from memory: that of the
+    instruction set, or 2 if an offset is subtracted from weights, since a sum then takes two registers."""
     return 2 if form.offset else form.isa.batch
 
 
@@ -170,8 +170,8 @@ def product(form: RowFormat, fusion: Fusion) -> PrimFunc:
 def product_kernel(
     form: RowFormat, fusion: Fusion, name: str, multiply: Callable[[FloatCall, Buffer], None]
 ) -> PrimFunc:
-    """Returns a kernel with the arguments of `product`'s, which computes and packs the rows of x. multiply:
-    function of (operands, packed rows of x) that emits the product itself."""
+    """Returns a kernel (tensors of x, stored weights, bias if fused, out) that computes and packs the rows of
+    x, then multiplies. multiply: function of (operands, packed rows of x) that emits the product itself."""
 
     def body() -> None:
         m = T.int64()
@@ -205,7 +205,7 @@ class FloatCall:
     """Index of the multiplied matrix's first row, if stored tensors hold several matrices; None if one."""
 
     def row(self, row: Expr) -> Expr:
-        """Returns the index of a weight row in the stored tensors; the last row replaces rows beyond it."""
+        """Returns a weight row's index in stored tensors; the matrix's last row replaces rows beyond it."""
         bounded = T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
         return bounded if self.first is None else self.first + bounded
 
@@ -228,8 +228,8 @@ def _several_rows(call: FloatCall, lines: Buffer) -> None:
 
 
 def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
-    """Emits code that packs a row of x into row `row` of `lines`: block by block as weights are loaded, zeros
-    in lanes without a weight. source: (buffer float32 [.., k], index of the row in it)."""
+    """Emits code that packs a row of x into row `row` of `lines`: block by block as weights are loaded,
+    divided by `factor`, zeros in lanes without a weight. source: (buffer float32 [.., k], row index)."""
     x, line = source
     order = packed(form)
     full_blocks = form.k // (form.lanes * form.planes)
@@ -262,8 +262,8 @@ def stream_tile(
     call: FloatCall, lines: Buffer, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
     """Emits the products of a few rows of x, whose indices are `rows`, with one tile of weight rows, which
-    stream from memory through registers. lines: packed rows of x; places: the output rows, by default `rows`;
-    a row that repeats the one before it is not stored."""
+    stream from memory through registers. lines: packed rows of x; places: the output rows, ascending, by
+    default `rows`; an output row that repeats the one before it is not stored again."""
     places = rows if places is None else places
     form = call.form
     wide = form.isa.stream_rows

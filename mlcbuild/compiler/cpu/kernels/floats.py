@@ -96,7 +96,8 @@ def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> No
 
 def registers(count: int, lanes: int, dtype: str = "float32") -> list[Buffer]:
     """Emits `count` arrays of `lanes` values that live in registers, and returns their buffers. Their values
-    are undefined. Each must take less than 1024 bytes, TVM's limit for the stack.
+    are undefined. Each must take less than 1024 bytes, TVM's limit for the stack; a larger one would be
+    allocated in memory.
     """
     return [T.alloc_buffer((lanes,), dtype) for _ in range(count)]
 
@@ -162,7 +163,7 @@ class Floats:
         T.buffer_store(buffer, value, [*index[:-1], vectors.span(index[-1], self.lanes)])
 
     def _half(self, value: Expr) -> Expr:
-        """Emits the rounding of a float32 vector to float16, to nearest even, and returns the result.
+        """Emits the rounding of a float32 vector to float16, to nearest even, and returns the float16 vector.
 
         Without an instruction it rounds the 13 excess bits with an integer addition, and lets the hardware's
         float addition round values that are subnormal in float16. Values that are too large become infinite.
@@ -256,13 +257,14 @@ class Floats:
         return self.constant(cap) * self.tanh(T.bind(x * self.constant(1 / cap)))
 
     def whole(self, value: Expr) -> Expr:
-        """Converts a vector of int32 values from -2^22 to 2^22 - 1 to float32 and returns it. It adds the
-        bits of 1.5 * 2^23 and subtracts that number, because TVM's range analysis fails for a direct cast."""
+        """Converts a vector of int32 values from -2^22 to 2^22 - 1 to float32 and returns it; other values
+        give wrong results. It adds the bits of 1.5 * 2^23 and subtracts that number, because TVM's range
+        analysis fails for a direct cast."""
         bits = T.reinterpret(vectors.typed("float32", self.lanes), value + self._int(0x4B400000))
         return bits - self.constant(1.5 * 2.0**23)
 
     def rounded(self, value: Expr) -> Expr:
-        """Returns a float32 vector whose values are rounded to bfloat16, ties to even."""
+        """Returns float32 values rounded to those that bfloat16 can represent, ties to even."""
         ints = vectors.typed("int32", self.lanes)
         bits = T.bind(T.reinterpret(ints, value))
         odd = T.shift_right(bits, self._int(16)) & self._int(1)

@@ -34,8 +34,9 @@ class FormatKernel:
     which int8_product.py reads.
     """
     copy_row: Callable[[TableRow], None] | None = None
-    """Function that emits the copy of one row of an embedding table in this format, converted to float32.
-    None: the row is copied value by value, with the code that reads the format for products in float32.
+    """Function of a TableRow (a token's row of an embedding table in this format, and the output row) that
+    emits the copy of the row, converted to float32. None: the row is copied value by value, with the code
+    that reads the format for products in float32.
     """
 
 
@@ -52,8 +53,8 @@ def kernels() -> dict[tuple[str, str], FormatKernel]:
 
 
 def kernel_for(scheme: Storage) -> FormatKernel:
-    """Returns the CPU kernels for the stored format and layout of the quantization scheme `scheme`. Raises
-    CompileError if there are none.
+    """Returns the FormatKernel, the functions that read matrices, of the quantization scheme's stored format
+    and layout. Raises CompileError if CPUs have none.
     """
     module = f"{formats.__name__}.{scheme.format}{SUFFIX}"
     try:

@@ -24,8 +24,8 @@ _LEAST = 1e-30
 infinite.
 """
 _ROUNDER, _ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
-"""1.5 * 2**23, and its bits as a float32. Adding the number to a small float32 leaves the nearest integer in
-the low bits of the sum.
+"""1.5 * 2**23, and its bits as a float32. Adding the number to a float32 between -2**22 and 2**22 leaves the
+nearest integer in the low bits of the sum.
 """
 
 Place = tuple[Expr | int, ...]
@@ -111,9 +111,9 @@ def _largest(floats: Floats, dim: int, source: tuple[Buffer, Expr, Expr]) -> Exp
 
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns, as float32, the scale by which the int8 codes of a key or value are multiplied, max |x| / 127
-    over its elements x, and the scale's inverse, 0 if max |x| <= 1e-30 or NaN. largest: the float32 bits of
-    max |x|, an int32.
+    """Returns (scale, inverse), both float32: the scale by which the int8 codes of a key or value are
+    multiplied, max |x| / 127 over its elements x, or NaN if one is NaN; and the scale's inverse, 0 if max |x|
+    <= 1e-30 or NaN. largest: the float32 bits of max |x|, an int32.
     """
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(_LEAST), f32(LARGEST) / value, f32(0)))

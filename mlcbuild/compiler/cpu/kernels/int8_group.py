@@ -1,8 +1,8 @@
-"""Emits the products of weights in one group of 32 columns with some rows of activations x, added to a
-register tile of float32 sums.
+"""Emits the products of weights in one group of 32 columns with some rows of activations x, multiplied by
+their scales and added to a register tile of float32 sums.
 
-Sums over a group are integers and exact, so it does not matter which instruction computes them: rows of x
-that are multiplied two at a time get the same bits as a row alone.
+Before scaling, sums over a group are integers and exact, so it does not matter which instruction computes
+them: rows of x that are multiplied two at a time get the same bits as a row alone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class Column:
     each half of the group has its own scales, else one.
     """
     minima: list[Expr]
-    """float32 vectors with the minima of a group of 32 columns, one lane for each weight row: two vectors if
-    each half of the group has its own minima, else one; [] for weights without minima.
+    """float32 vectors with the minima of a group of 32 columns, one lane for each weight row, where a weight
+    is scale * code + minimum: two vectors if each half of the group has its own minima, else one; [] for
+    weights without minima.
     """
 
 
@@ -46,9 +47,10 @@ class ActivationRows:
 
     matrix: TiledMatrix
     records: Buffer
-    """The quantized rows of x, int32 [rows, stride]. A row holds, for each group of 32 values, first their
-    packed codes, then one int32 each for their scale and, for each scale of the weights, a correction for
-    unsigned weight codes and, if weights have minima, the sum of the activations.
+    """The quantized rows of x, int32 [rows, stride], in the layout of `Records`. A row holds, for each group
+    of 32 values, first their packed codes, then one int32 each: their scale; for each scale of the group's
+    weights (1 or 2) a correction for unsigned weight codes; and, if weights have minima, as many sums of
+    activations.
     """
     rows: Sequence[Expr]
     """Indices of the rows of activations to multiply, in the buffer that holds activations quantized to
@@ -65,8 +67,8 @@ def add_group(
     x: ActivationRows, group: Expr, columns: Sequence[Column], acc: Sequence[Sequence[Register]]
 ) -> None:
     """Emits acc[i][c] += the product, over the 32 columns of group `group`, of the i-th row of x with the
-    weights columns[c], for each i and c. acc: [row of x][item of `columns`], float32 vectors with a lane for
-    each weight row.
+    weights columns[c], for each i and c, with scales and minima applied. acc: [row of x][item of `columns`],
+    float32 vectors with a lane for each weight row.
     """
     isa, form, records = x.matrix.isa, x.matrix.records, x.records
     products = _pair_products if paired(x.matrix, len(x.rows)) else _quad_products
@@ -84,9 +86,9 @@ def add_group(
 
 def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
     """Emits the integer dot products of rows of x with weights over the columns that share a scale: a whole
-    group of 32, or if each half has a scale, its half with the index `half`. Returns int32 vectors, with a
-    lane for each weight row, as [row of x][item of `columns`]. columns: the group's weights, an item for each
-    vector of weight rows.
+    group of 32 (half = 0) or, if each half has a scale, its half with the index `half`, 0 or 1. Returns int32
+    vectors, with a lane for each weight row, as [row of x][item of `columns`]. columns: the group's weights,
+    an item for each vector of weight rows.
     """
     isa, form, products = x.matrix.isa, x.matrix.records, x.matrix.dot
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
@@ -106,10 +108,10 @@ def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[
 
 
 def _pair_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
-    """Emits the integer dot products of rows of x, two rows at a time, with weights over the columns that
-    share a scale: a whole group of 32, or if each half has a scale, its half with the index `half`. Returns
-    int32 vectors, with a lane for each weight row, as [row of x][item of `columns`]. columns: the group's
-    weights, an item for each vector of weight rows.
+    """Emits the integer dot products of an even number of rows of x, two rows at a time, with weights over
+    the columns that share a scale: a whole group of 32 (half = 0) or, if each half has a scale, its half with
+    the index `half`, 0 or 1. Returns int32 vectors, with a lane for each weight row, as [row of x][item of
+    `columns`]. columns: the group's weights, an item for each vector of weight rows.
 
     While they are summed, a register holds four sums [row of x, row of weights]: of weight rows 0 and 1 in
     the first of two registers, of rows 2 and 3 in the second.

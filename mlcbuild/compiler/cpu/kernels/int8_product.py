@@ -57,9 +57,9 @@ up to 43 % longer for 8 rows (2 batches), and between 15 % less and 7 % longer f
 --isa avx2`).
 """
 FEW, FEW_FIXED = 32, 92
-"""Number of rows of x up to which a fixed percentage of the tiles (FEW_FIXED) is assigned to cores
-statically: memory bandwidth is the limit, so the core that uses weights must also prefetch them. With no
-static tiles, decoding was 10 to 20 % slower (`ci/bench/cpu`, two cores of Zen 4)."""
+"""FEW: number of rows of x up to which FEW_FIXED percent of the tiles are assigned to cores statically,
+instead of 75 percent: memory bandwidth is the limit, so the core that uses weights must also prefetch them.
+With no static tiles, decoding was 10 to 20 % slower (`ci/bench/cpu`, two cores of Zen 4)."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
 
     With AMX there is also an int64 argument `prompt` before `out`. If it is not 0, all rows are computed with
     tile registers in bfloat16, without quantizing x, however few they are; if the fusion has a gate, `out`
-    then holds the gated values, packed for the next product. Otherwise results have the same bits with and
-    without AMX.
+    then holds the gated values, packed for the next product. Otherwise a gate changes nothing, and results
+    have the same bits with and without AMX.
     """
     isa, n, k = matrix.isa, matrix.n, matrix.k
     name = fusion.named(f"{matrix.name}_{n}x{k}")
@@ -250,8 +250,8 @@ def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
 
 
 def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
-    """Emits code that unpacks one group of 32 columns of a tile of 16 weight rows to bfloat16, for AMX.
-    place: index in `buffer` at which the unpacked tile, int32 [16, 16], is written.
+    """Emits code that unpacks one group of 32 columns of a tile of 16 weight rows to bfloat16, for AMX:
+    weights with their scales applied, times 2**-104. place: index in `buffer` of the result, int32 [16, 16].
     """
     scales = amx_weights.pair_scales(call.weights[1][tile, group, span(0, TILE_ROWS)])
     bits = call.matrix.bits
@@ -263,9 +263,9 @@ def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile:
 
 
 def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
-    """Emits prefetches of the weights that are read after the given group of a tile. alone: True if x has one
-    row; weights then go to the second-level cache only, because prefetches into the first level would delay
-    the row."""
+    """Emits prefetches of the weights that are read 3 KiB after the given group of a tile and, for several
+    rows of x, of a line 8 KiB after it. alone: True if x has one row; weights then go to the second-level
+    cache only, because prefetches into the first level would slow down its product."""
     for line in range(0, call.matrix.tile_bytes, 64):
         place = (call.stored(tile), group, line + FETCH_BYTES)
         prefetch(call.weights[0], place, locality=2 if alone else 3)
@@ -300,9 +300,9 @@ def stream_tile(
 
 def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
     """Emits the float32 accumulators for products of rows of x with weight rows, and returns them as
-    [row][vector]. They start at 0, or at NaN for a row of x that power-of-two scales cannot represent, such
-    as one with a NaN. rows: indices of the rows of x; vectors: number of vectors, each with one weight row
-    per lane."""
+    [row][vector]. They start at 0; with power-of-two scales of activations, at NaN for a row with a NaN or a
+    value above 127 * 2**112. rows: indices of the rows of x; vectors: number of vectors, each with one weight
+    row per lane."""
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
     return [[register(start, lanes) for _ in range(vectors)] for start in starts]

@@ -69,7 +69,7 @@ class Heads:
 
     @property
     def item_bytes(self) -> int:
-        """Returns the number of bytes of one stored number of a key or value."""
+        """Returns the number of bytes of one stored number of a key or value, without scales: 4, 2 or 1."""
         return _ITEM_BYTES[self.dtype]
 
     @property

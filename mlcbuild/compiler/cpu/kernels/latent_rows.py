@@ -67,7 +67,9 @@ class LatentAppend:
     spec: LatentAttention
     heads: Heads
     norm: Norm
-    """Description of the norm that is applied to the latents of latent attention."""
+    """The norm (RMSNorm or LayerNorm, its size, epsilon and stored type of weights) that is applied to each
+    token's latent.
+    """
     bias: str | None
     """Stored type of the bias that is added to a token's latent and shared key before the norm; None: there
     is no bias.
@@ -169,8 +171,9 @@ def _rotate(
     source: tuple[Buffer, Expr, Expr],
     target: tuple[Buffer, Expr, Expr],
 ) -> None:
-    """Emits the rotary embedding of rope_dim values of one token, in pairs (i, i + rope_dim / 2). source,
-    target: (buffer, row, first column) of the values before and after.
+    """Emits the rotary embedding of rope_dim values of one token, in pairs (i, i + rope_dim / 2), by the
+    cosines and sines in row `row` of call.angles. source, target: (buffer, row, first column) of the values
+    before and after.
     """
     half = form.spec.rope_dim // 2
     floats = Floats.dividing(form.isa, half)
@@ -184,8 +187,8 @@ def _rotate(
 
 
 def _fork(form: LatentAppend, call: _Call, places: tuple[Expr, Expr], count: Expr) -> None:
-    """Emits the copy of the first `count` tokens of one page of the KV cache to another one. places: (source
-    page, destination page).
+    """Emits the copy of the first `count` tokens of one page of the KV cache to another one, in the layer of
+    the call. places: (source page, destination page).
     """
     (source, target), floats = places, Floats.dividing(form.isa, form.spec.cached)
     with T.serial(count) as token, T.serial(form.spec.cached // floats.lanes) as k:

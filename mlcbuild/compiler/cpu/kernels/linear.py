@@ -87,7 +87,8 @@ class Linear:
 
 def linear(isa: ISA, scheme: Storage, n: int, k: int) -> Linear:
     """Returns a Linear, which emits the product x @ W.T with a stored matrix W [n, k]. isa: instruction set
-    of the kernel; scheme: the quantization scheme of W, with the recipe's overrides applied.
+    of the kernel; scheme: the quantization scheme of W, with the recipe's overrides applied. Whether there is
+    a kernel for W's format is not checked until the product is emitted or named.
     """
     return Linear(isa, scheme, n, k)
 
@@ -103,9 +104,9 @@ def row_format(of: Linear) -> float_product.RowFormat | None:
 
 def tiles(of: Linear) -> TiledMatrix:
     """Returns a TiledMatrix, which emits reads of the weight matrix of a product in tiles of 16 rows and 32
-    columns. of: the product, whose matrix must have the x16 layout, which is not checked. AMX is used only
-    for formats with a single scale per group of 32 weights and no minima, since it would round other weights
-    to bfloat16."""
+    columns. of: the product, whose matrix must have the x16 layout, which is not checked. Its instruction set
+    keeps AMX only for formats with a single scale per group of 32 weights and no minima, since AMX would
+    round other weights to bfloat16."""
     isa = of.isa if of.scheme.definition.blocks is None else replace(of.isa, amx=False)
     return TiledMatrix(isa, of.scheme, of.n, of.k)
 
