@@ -32,16 +32,15 @@ CONSTANTS = {
     "prompt_turns.SMALLEST": (16, 32, 128),
     "drafts.SIZES": ((2,), (3, 2), (5, 4, 3, 2), (4, 3)),
 }
-"""Tuned constant, as module and name in mlcbuild_runtime/engine -> the values that a benchmark compares with
-its own value.
-"""
+"""Tuned constant of the runtime, as "module.NAME" below mlcbuild_runtime/engine -> the values that a
+benchmark compares with the constant's own value."""
 Value = int | float | tuple[int, ...]
 
 
 def request(name: str, value: Value) -> tuple[str, Request]:
     """Returns (label, request) for timing a tuned constant of the runtime: a request on whose time the
-    constant has an effect. name: module and name of the constant, such as "scheduler.SCORED"; value: the
-    constant's value, which for "prompt_turns.SMALLEST" is the number of tokens of the prompt, so that it is
+    constant has an effect. name: the constant as "module.NAME", such as "scheduler.SCORED"; value: the
+    constant's value, used only for "prompt_turns.SMALLEST": the prompt then has as many tokens, so that it is
     computed in one chunk."""
     plain = Sampling(0.0)
     if name == "scheduler.SCORED":
@@ -74,10 +73,11 @@ def compare(
 ) -> Iterator[tuple[str, float, list[float]]]:
     """Compares the speed of the runtime's engine with other values of one tuned constant. Yields one tuple:
     (label of the timed request, seconds with the constant's own value, list of ratios: for each of `values`,
-    its time divided by these seconds).
+    its time divided by these seconds, so that more than 1 is slower).
 
-    name: module and name of the constant, such as "loop.BURST_SECONDS"; timing: (function that reads the
-    clock, number of rounds, of which the fastest counts)."""
+    name: the constant as "module.NAME", such as "loop.BURST_SECONDS"; timing: (function that reads the clock,
+    number of rounds, of which the fastest counts; one more round before them does not count).
+    """
     module, _, attribute = name.rpartition(".")
     model = CpuExecutor.load(bundle, threads=threads)
     engine = Engine(model, Tokenizer.load(bundle, model.manifest.serving)).start()
@@ -97,10 +97,10 @@ def compare(
 
 
 def count_drafts(bundle: Path, values: Sequence[Value]) -> Iterator[tuple[str, list[float]]]:
-    """Simulates speculative decoding of texts with other draft lengths, without a model. Yields (name of a
-    text, list with the tokens per decode step for each of `values`). A decode step accepts the draft tokens
-    that are equal to the text's next ones, and one more; the first 100 tokens are the prompt. values:
-    alternatives for the constant drafts.SIZES."""
+    """Simulates speculative decoding of texts with other draft lengths, without a model: the runtime's prompt
+    lookup proposes drafts from the earlier text. Yields (name of a text, list with the tokens per decode step
+    for each of `values`). A decode step accepts the draft tokens up to the first that differs from the text,
+    and one more; the first 100 tokens are the prompt. values: alternatives for the constant drafts.SIZES."""
     tokenizer = Tokenizer.load(bundle)
     for name in TEXTS:
         tokens = tokenizer.encode((ROOT / name).read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""Losses of engines (KL divergence from the float32 reference of a model, equal first choices, perplexity)
-over the tokens of a text."""
+"""Measures how far the logits of engines are from the float32 reference of a model, over the tokens of a
+text: KL divergence, share of equal most likely tokens, and perplexity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from mlcbuild.models import ModelConfig, parsing
 LONGEST = 512
 """Context window in tokens of the bundles that are measured."""
 SEQUENCE, TOKENS = 400, 1200
-"""Maximum number of tokens in one sequence (400), and in all sequences together (1200)."""
+"""SEQUENCE: maximum number of tokens in one sequence of a measured text. TOKENS: maximum number in all its
+sequences together."""
 
 Logits = NDArray[Any]
 
@@ -61,9 +62,10 @@ class Loss:
 
 
 def reference(model: Path, text: Path, area: Path) -> Reference:
-    """Returns the first TOKENS tokens of a text, in sequences of SEQUENCE, and the float32 logits of a
-    checkpoint (a directory or a GGUF file) after each. The logits are stored in the directory `area` for
-    later runs, by the checkpoint's path and the tokens."""
+    """Returns the first TOKENS tokens of a text, in sequences of SEQUENCE (a last one of a single token is
+    left out), and the float32 logits of a checkpoint (a directory or a GGUF file) after each token. The
+    logits are stored in the directory `area`, and later runs with the same checkpoint path and tokens read
+    them there: changed weights at this path are not noticed."""
     config, tokens = _read(model, text.read_text(encoding="utf-8"))
     tokens = tokens[:TOKENS]
     sequences = [tokens[start : start + SEQUENCE] for start in range(0, len(tokens), SEQUENCE)]
@@ -89,9 +91,8 @@ def _read(model: Path, text: str) -> tuple[ModelConfig, list[int]]:
 
 
 def exact(expected: Reference) -> Loss:
-    """Returns the figures of the float32 reference compared with itself, as a line for a table of engines: a
-    KL divergence of 0, and the perplexity to which those of the engines are compared.
-    """
+    """Returns the float32 reference compared with itself, as a Loss named "float32": a KL divergence of 0, a
+    share of 1, 4 bytes per parameter, and the perplexity to which those of the engines are compared."""
     logits = iter(expected.logits)
     return loss("float32", 4 * expected.parameters, expected, lambda tokens: next(logits))
 
@@ -117,9 +118,9 @@ def loss(name: str, size: int, expected: Reference, score: Callable[[list[int]],
 
 
 def _parts(expected: Logits, actual: Logits) -> Iterator[tuple[int, Logits, Logits]]:
-    """Yields (index of the first position, expected log-probabilities, actual ones) for 64 positions of a
-    text at a time, since float64 arrays for all positions would take gigabytes. expected, actual: logits
-    [positions, vocabulary]."""
+    """Yields (index of the first position, expected log-probabilities, actual ones) for up to 64 positions of
+    a sequence at a time, both float64 [positions, vocabulary]: arrays for all positions would take gigabytes.
+    expected, actual: logits of the whole sequence, [positions, vocabulary]."""
     for start in range(0, len(expected), 64):
         yield start, *(_log_softmax(logits[start : start + 64]) for logits in (expected, actual))
 

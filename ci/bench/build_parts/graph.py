@@ -2,9 +2,9 @@
 compare its speed with other build tools: `graph.py run|plan|push|pull COUNT`, with COUNT steps in all.
 
 The working directory has the file in/source. run builds all steps into the directory store, plan only plans
-them, push copies the results from store to a cache in the directory cache, and pull copies them from there
-into another store, the directory fresh. The exit code is 0 only if all COUNT steps are built, planned, pushed
-or pulled.
+them, push copies the results from store to a cache in the new directory cache, and pull copies them from
+there into another store, the directory fresh. The exit code is 0 only if all COUNT steps are built, planned,
+pushed or pulled.
 """
 
 from __future__ import annotations

@@ -18,40 +18,39 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 OURS = os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "runtime")])
 PER_MODEL = 243
-"""Number of steps that the test recipe of tests.product has for each model on an x86-64 machine
-with AVX-512."""
+"""Number of steps in the test recipe of tests.product for each of its models, counted on an x86-64 machine
+with AVX-512. A recipe of about N steps therefore gets N / PER_MODEL models."""
 
 
 @dataclass(frozen=True)
 class Tool:
     name: str
     prepare: Callable[[Path, int], object]
-    """Function of (directory, number of steps) that writes the build files of a compared build tool, for so
-    many steps, into a new directory.
-    """
+    """Function of (directory, number of steps) that creates the directory and writes a compared build tool's
+    build files for so many steps into it."""
     cold: tuple[str, ...]
     noop: tuple[str, ...]
     plan: tuple[str, ...]
     clean: tuple[str, ...]
-    """Files and directories that are removed before each timed run of a build tool from scratch."""
+    """Files and directories, relative to the directory of the build, that are removed before each timed run
+    of a build tool from scratch."""
     packages: tuple[str, ...] = ()
     note: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     settle: tuple[str, ...] = ()
-    """Command with which a build tool that was stopped during a run accepts the results that exist as its
-    own; an empty tuple if the tool has no such command."""
+    """Command (program and arguments) that makes a build tool treat existing result files as up to date. The
+    benchmark writes these files itself after the tool's own run took too long. An empty tuple if the tool has
+    no such command."""
     fill: tuple[str, ...] = ()
     """Command (program and arguments) that fills a build tool's shared cache with the results of a build; an
     empty tuple if the tool has no such cache.
     """
     shared: tuple[str, ...] = ()
-    """Command (program and arguments) with which a build tool fetches all results from the shared cache, in a
-    place without results of its own.
-    """
+    """Command (program and arguments) with which a build tool fetches all results from the shared cache into
+    a directory that has none; an empty tuple if the tool has no such cache."""
     fresh: tuple[str, ...] = ()
-    """Files and directories that are removed before a timed run in which a build tool fetches all results
-    from a shared cache.
-    """
+    """Files and directories, relative to the directory of the build, that are removed before a timed run in
+    which a build tool fetches all results from a shared cache."""
 
 
 def _before(number: int) -> str:
@@ -103,8 +102,8 @@ def _dvc(area: Path, count: int) -> None:
 
 def _product(area: Path, count: int) -> None:
     """Writes a recipe with about `count` steps into the directory `area`, and fills a store there with the
-    results of all steps, computed by actions that cost almost nothing.
-    """
+    results of all steps, computed by actions that cost almost nothing. Raises CalledProcessError if filling
+    the store fails."""
     sys.path.insert(0, str(ROOT))
     from tests import product
 
@@ -219,8 +218,8 @@ def peers(area: Path) -> dict[str, Callable[[], Tool]]:
 
 def install(place: Path, tool: Tool) -> None:
     """Creates a virtual environment in the directory `place` and installs a build tool's packages into it,
-    unless that was done before. Raises CalledProcessError if it fails.
-    """
+    unless an earlier call has completed that; an incomplete environment is replaced. Raises
+    CalledProcessError if it fails."""
     if (place / "done").is_file():
         return
     shutil.rmtree(place, ignore_errors=True)

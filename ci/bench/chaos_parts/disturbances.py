@@ -48,8 +48,7 @@ def _respect_writes(site: Site, why: str) -> tuple[int, str]:
     """Runs the recipe once after a test has changed files of bundles, and returns (exit code, printed text).
     If the run refuses to replace the changed files, which may be a user's work, the output directory is
     removed, as its message advises. Raises ViolationError if the run succeeds with a wrong bundle, hangs or
-    prints a traceback.
-    """
+    prints a traceback. why: the disturbance, for messages."""
     code, text = site.finish(site.start("run", "recipe.yaml"), why)
     if code == 0:
         site.check(why, text)
@@ -88,9 +87,9 @@ def _damage(kind: str, change: str) -> Disturbance:
 
 def _damage_remote(change: str) -> Disturbance:
     """Returns a function that damages one random object in the shared cache, and empties the local store and
-    the output directory, so that the next run reads the cache. The function returns the beginning of the
-    object's name. change: "flip" changes a random bit, "truncate" cuts the end off, any other text exchanges
-    two objects."""
+    the output directory, so that the next run reads the cache. The function returns the first 16 characters
+    of the object's name. change: "flip" changes a random bit, "truncate" cuts the end off, any other text
+    exchanges the object's content with that of another one."""
 
     def damage(site: Site, _: Service) -> str:
         content, names = site.cache.content, sorted(site.cache.content)
@@ -127,9 +126,10 @@ def delay_remote(site: Site, _: Service) -> str:
 
 
 def kill_run(site: Site, _: Service) -> str:
-    """Kills a run or one of its workers with SIGKILL, at a random moment of a build, and returns what was
-    killed as a text for the report. Raises ViolationError if the run still succeeds, but with a wrong
-    bundle."""
+    """Starts a run that must build everything, kills it or one of its workers with SIGKILL at a random
+    moment, and waits for the run's end. Returns what was killed as a text for the report. Raises
+    ViolationError if the run still succeeds, but with a wrong bundle, and if it hangs or prints a traceback.
+    """
     shutil.rmtree(site.store / "ac", ignore_errors=True)
     site.cache.content.clear()
     process = site.start("run", "recipe.yaml")
@@ -168,9 +168,9 @@ def fill_disk(site: Site, _: Service) -> str:
 
 
 def other_years(site: Site, _: Service) -> str:
-    """Sets the modification times of half of the files of the store, the sources and the bundles to other
-    years, 57 and 1 years ago, or 1 and 12 years ahead. Returns a text for the report.
-    """
+    """Sets the modification and access times of a random half of the files of the store, the sources and the
+    bundles to other years: each to 57 years ago, 1 year ago, or 1 or 12 years ahead, at random. Returns a
+    text for the report."""
     places = [*_files(site, "ac"), *_files(site, "cas"), *(site.place / "tiny").iterdir()]
     places += [path for path in site.dist.rglob("*") if path.is_file()]
     for path in site.random.sample(places, len(places) // 2):
@@ -193,9 +193,10 @@ def wrong_clock(site: Site, _: Service) -> str:
 
 
 def swap_bundles(site: Site, _: Service) -> str:
-    """Exchanges two bundles in the output directory, or one file of them, and runs the build. Raises
-    ViolationError unless the run restores the bundles, or fails with a message that somebody changed them and
-    leaves them as they are. Returns the name of what was exchanged."""
+    """Exchanges two bundles in the output directory, or the files of one name in them, and runs the build.
+    Raises ViolationError unless the run restores the bundles, or fails with a message that they were changed
+    since; in the latter case the output directory is then removed. Returns the name of the file, or of the
+    first bundle."""
     first, second = (site.dist / name for name in NAMES)
     if site.random.random() < 0.5:
         file = site.random.choice(sorted(path.name for path in first.iterdir() if path.is_file()))
@@ -231,6 +232,6 @@ TABLE: dict[str, Disturbance] = {
     "swap bundles": swap_bundles,
     "kill the server": kill_server,
 }
-"""Name of a disturbance, such as "swap bundles" -> function that causes it while mlcbuild builds or serves in
-a test, and returns a line for the report.
-"""
+"""Name of a disturbance, such as "swap bundles" -> function of (Site, Service) that causes it in a test of
+building and serving, and returns a line for the report. It raises ViolationError if mlcbuild already reacts
+wrongly during the disturbance."""

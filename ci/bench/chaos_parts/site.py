@@ -34,18 +34,20 @@ cache: {{remotes: [{{url: "{url}"}}]}}
 """
 NAMES = ("tiny-q4f16_1-host", "tiny-q4a8_1-host")
 PATIENCE = 280
-"""Seconds after which a command of mlcbuild under test counts as hanging: CPU seconds in all, or seconds in
-which it used no CPU time.
-"""
+"""Limit in seconds for a command of mlcbuild under test, which counts as hanging once it has used more CPU
+seconds than this in all, or no CPU time for as many seconds in a row. A server under test must start within
+the limit, too."""
 
 
 class ViolationError(Exception):
     """The error for a command of mlcbuild that succeeded with a wrong bundle, hung or printed a traceback,
-    for builds that still fail some runs after a disturbance, and for wrong answers of a server."""
+    for a build that fails twice in a row after a disturbance, and for a server that does not start or answers
+    wrongly."""
 
 
 def tree(directory: Path) -> str:
-    """Returns the SHA-256, in hex, of the names, sizes and bytes of all files below a directory."""
+    """Returns the SHA-256, in hex, of the relative paths, sizes and bytes of all files below a directory, in
+    sorted order."""
     digest = hashlib.sha256()
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(directory)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
@@ -53,8 +55,8 @@ def tree(directory: Path) -> str:
 
 
 def cpu_seconds(group: int) -> float:
-    """Returns the CPU seconds of the live processes of a process group and of their children that have
-    ended."""
+    """Returns the CPU seconds that the live processes of a process group have used, including those of their
+    ended children that they have waited for. group: id of the process group."""
     ticks = 0
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -85,9 +87,9 @@ class Site:
         return False
 
     def start(self, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Starts a command of mlcbuild in a separate process group and returns the process. extra: further
-        environment variables.
-        """
+        """Starts a command of mlcbuild in a separate process group, with the site's store, and returns the
+        process. Its standard output and standard error go to one pipe, `stdout`. arguments: the command;
+        extra: further environment variables."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
         environment |= {"MLCBUILD_STORE": str(self.store), "MLCBUILD_KEY": str(self.place / "none.pem")}
         return subprocess.Popen(
@@ -124,8 +126,8 @@ class Site:
     def run(self, why: str, extra: Mapping[str, str] | None = None) -> int:
         """Runs `mlcbuild run` with the recipe once and returns the exit code. Raises ViolationError if the
         run hangs or prints a traceback, or if the code is 0 and a bundle fails verification or differs from
-        that of the first, undisturbed run. why: the disturbance, for messages.
-        """
+        that of the first, undisturbed run. why: the disturbance, for messages; extra: further environment
+        variables of the run."""
         code, text = self.finish(self.start("run", "recipe.yaml", extra=extra), why)
         if code == 0:
             self.check(why, text)
@@ -166,9 +168,10 @@ def site(place: Path, random: Random) -> Iterator[Site]:
 
 
 class Service:
-    """Starts a server of a bundle, and clients that send it one of eight requests again and again. Clients
-    report each answer that differs from the first one to the same request.
-    """
+    """Starts a server of a bundle, and client threads that each send it one of eight fixed requests, chosen
+    at random, again and again. They append a message to the list `wrong` for each answer that differs from
+    the first one to the same request, and for each request that fails while the server is up; `check` raises
+    ViolationError with the first message."""
 
     def __init__(self, bundle: Path, clients: int) -> None:
         self.bundle, self.answers, self.wrong = bundle, 0, list[str]()

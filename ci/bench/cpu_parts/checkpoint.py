@@ -116,8 +116,8 @@ def config(shape: str) -> dict[str, object]:
 
 def sized(hidden: int, inner: int, layers: int, vocabulary: int) -> dict[str, object]:
     """Returns the config.json values of a Llama model with heads of 64 dimensions, and one key-value head for
-    four query heads. hidden: size of the hidden state; inner: size of the feed-forward; layers: their number;
-    vocabulary: number of tokens."""
+    four query heads (at least one). hidden: size of the hidden state, a multiple of 64; inner: size of the
+    feed-forward; layers: their number; vocabulary: number of tokens."""
     heads = hidden // 64
     return {
         **COMMON,
@@ -163,9 +163,8 @@ def tensors(values: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def make(root: Path, values: Mapping[str, object]) -> None:
-    """Writes a checkpoint with this config.json, random bfloat16 weights and a tokenizer into the directory
-    `root`. Raises FileExistsError if the directory exists.
-    """
+    """Writes a checkpoint with the config.json `values`, a tokenizer and random bfloat16 weights, which are
+    the same in every call, into the new directory `root`. Raises FileExistsError if the directory exists."""
     root.mkdir(parents=True)
     listed = list(tensors(values))
     header: dict[str, object] = {}
@@ -185,9 +184,9 @@ def make(root: Path, values: Mapping[str, object]) -> None:
 
 
 def _random(random: np.random.Generator, name: str, place: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns random float32 weights of the shape `place`: values near 1 for a vector (a norm), else a matrix
-    that keeps the size of what it is multiplied with. In a matrix of embeddings, which is recognized by its
-    `name`, the standard deviation is 0.05."""
+    """Returns random float32 weights for the tensor `name`. place: the tensor's shape. A vector (a norm) has
+    values near 1. A matrix of embeddings, whose name contains "embed", has a standard deviation of 0.05, and
+    any other matrix one of 1 / sqrt(columns), so that products with it keep the magnitude of their input."""
     actual = random.standard_normal(place, np.float32)
     if len(place) == 1:
         return 1 + 0.1 * actual
@@ -200,7 +199,8 @@ def _bfloat16(values: NDArray[np.float32]) -> bytes:
 
 
 def _tokenizer(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns a tokenizer.json with a token for each byte, and a token for each remaining id of the model."""
+    """Returns the content of a tokenizer.json (byte-level BPE without merges): a token for each byte, then a
+    token `<id>` for each remaining id of the vocabulary. values: fields of the model's config.json."""
     count = values["vocab_size"]
     assert isinstance(count, int)
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 CONTEXT = 512
-"""Number of tokens in each sequence before a measured decoding step."""
+"""Number of tokens that each sequence holds before the first decode step of a measurement."""
 SEQUENCES = 8
 """Maximum number of sequences that a measured engine decodes in one step."""
 
@@ -26,12 +26,14 @@ class Engine(Protocol):
     """
 
     def prefill(self, tokens: list[int]) -> None:
-        """Computes one prompt as a new sequence, up to the logits of its last token."""
+        """Computes one prompt as a new sequence, up to the logits of its last token. Returns nothing: the
+        caller measures the time. tokens: the prompt's token ids."""
         ...
 
     def decode(self, batch: int, steps: int) -> list[tuple[float, float]]:
-        """Decodes `steps` tokens of each of `batch` sequences, which start with CONTEXT tokens; computes
-        these first if necessary. Returns (wall seconds, CPU seconds) of each step."""
+        """Decodes `steps` tokens of each of `batch` sequences, one of each in a step. Every call begins with
+        sequences of CONTEXT tokens, whose computation is not part of the times. Returns (wall seconds, CPU
+        seconds) of each step."""
         ...
 
     def save_logits(self, tokens: list[int], path: str) -> None:
@@ -55,21 +57,22 @@ def since(start: tuple[float, float]) -> tuple[float, float]:
 
 def prompt(count: int, vocabulary: int, seed: int = 1) -> list[int]:
     """Returns `count` token ids that depend on nothing but the arguments, so that every engine computes the
-    same prompt. The ids lie between 256 and `vocabulary`, which must exceed 300; `seed` selects one of
-    several prompts.
-    """
+    same prompt. The ids are at least 256 and less than `vocabulary`, which must exceed 300; `seed` selects
+    one of several prompts."""
     return [(seed * 7919 + i * 104729) % (vocabulary - 300) + 256 for i in range(count)]
 
 
 def run(load: Callable[[str, int, int], Engine]) -> None:
     """Runs an engine's process for a benchmark. argv: path of the model, number of threads, number of tokens
-    in the first prompt, size of the vocabulary.
+    in the first prompt, size of the vocabulary. load: function of (path, threads, vocabulary) that loads the
+    engine.
 
-    load: function of (path, threads, vocabulary) that loads the engine. Prints {"cpu": CPU seconds of the
-    process} once the first prompt is computed. It then executes commands from stdin, one JSON object a line
-    ("do": "prefill" with "tokens", "decode" with "batch" and "steps", or "logits" with "path" and "tokens" or
-    "ids"), and prints for each {"samples": list of [wall seconds, CPU seconds], "threads": number that worked
-    or null, "resident" and "peak": MB of memory}.
+    Prints {"cpu": CPU seconds of the process} once the first prompt is computed. It then executes commands
+    from stdin, one JSON object a line: "do" is "prefill" with "tokens" (length of the prompt), "decode" with
+    "batch" and "steps", or "logits" with "path" (file to write) and either "ids" (token ids) or "tokens"
+    (length of a prompt). For each it prints {"samples": list of [wall seconds, CPU seconds], empty for
+    "logits", "threads": number that worked or null, "resident" and "peak": MB of memory}. An error ends the
+    process.
     """
     threads, first, vocabulary = map(int, sys.argv[2:5])
     engine = load(sys.argv[1], threads, vocabulary)

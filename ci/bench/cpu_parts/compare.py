@@ -1,7 +1,7 @@
 """Writes logits of the float32 reference (argv: checkpoint, number of tokens, file for the result as raw
-float32), or compares logits with it and prints the figures as JSON (argv: `compare`, file of the expected
-ones, file of the actual ones, size of the vocabulary).
-"""
+float32). Or compares logits with them (argv: `compare`, file of the expected ones, file of the actual ones,
+size of the vocabulary) and prints their KL divergence, relative error and share of equal most likely tokens
+as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compare(expected: str, actual: str, vocabulary: str) -> None:
 
 
 def figures(expected: NDArray[np.float32], actual: NDArray[np.float32]) -> dict[str, float]:
-    """Compares logits with the expected ones, both [n, vocabulary], and returns three figures:
+    """Compares logits with the expected ones, both [n, vocabulary], and returns name -> figure:
 
     kl      KL(expected || actual) of the next-token distributions in nats, mean over the n positions
     agree   share of positions with the same most likely token

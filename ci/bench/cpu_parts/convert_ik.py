@@ -1,4 +1,5 @@
-"""Writes q4_0.gguf and q8_0.gguf with ik_llama.cpp. argv: checkpoint, directory of the results."""
+"""Writes q4_0.gguf and q8_0.gguf with ik_llama.cpp. argv: checkpoint, directory of the results. The
+environment variable IK_CALLS must hold the path of the compiled library of ik_calls.c."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Writes f32.gguf, then <format>.gguf from it. argv: directory of a checkpoint or GGUF file, directory of the
-results, formats (default: q4_0 and q8_0). For a checkpoint with experts the default is q4_0 alone, and
-f32.gguf is removed.
-"""
+"""Writes f32.gguf, then <format>.gguf from it. argv: a checkpoint's directory or a GGUF file, directory of
+the results, formats (default: q4_0 and q8_0). For a checkpoint with experts, the default is q4_0 alone, and
+f32.gguf is removed at the end, whichever formats are named."""
 
 from __future__ import annotations
 
@@ -62,8 +61,9 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def joined(tensors: Iterable[tuple[str, np.ndarray]], experts: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (tensor name in llama.cpp, weights) for `tensors`, the pairs (name, weights) of a transformers
-    checkpoint. The matrices of one kind of a layer's experts, which must follow one another, become one
-    stacked float16 tensor. experts: number of experts in a layer."""
+    checkpoint. The matrices of one kind of a layer's experts become one stacked float16 tensor; they must
+    follow one another in the order of the experts, which is not checked. experts: number of experts in a
+    layer."""
     waiting: list[np.ndarray] = []
     for name, weight in tensors:
         base, expert, kind = name.partition(".experts.")

@@ -1,7 +1,7 @@
 """Writes int4 (symmetric, groups of 32; the embedding has 8 bits, OpenVINO's default) and int8 models for
 OpenVINO. argv: checkpoint, directory of the results, formats (default: both), each of which names a directory
-there. It also removes torchvision from the environment.
-"""
+there. It also removes torchvision from the environment, since the installed one cannot be imported without
+CUDA."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ class CTranslate2:
         self.vocabulary = vocabulary
 
     def _generate(self, prompts: list[list[int]], count: int) -> list[tuple[float, float]]:
-        """Generates `count` tokens for each prompt, in one batch, and returns the clock readings (wall
-        seconds, CPU seconds) at which each token of the last prompt was computed. prompts: token ids of each.
-        """
+        """Generates `count` tokens for each prompt, in one batch, and returns a list of `count` absolute
+        clock readings (wall seconds, CPU seconds), one when each token of the last prompt was computed.
+        prompts: token ids of each."""
         words = [[f"<{token}>" for token in tokens] for tokens in prompts]
         observed = []
 

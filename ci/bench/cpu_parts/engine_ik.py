@@ -1,6 +1,5 @@
 """Measures ik_llama.cpp as one of the compared engines, through the C functions of ik_calls.c. The
-environment variable IK_CALLS is the path of their compiled library.
-"""
+environment variable IK_CALLS must hold the path of their compiled library."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measures OpenVINO GenAI as one of the compared engines. Its pipeline has no call for one decode step, but
-reports when each token is computed, so that the times of steps are differences of these times.
-"""
+reports afterwards when each token was computed. The wall time of a step is the difference of two such times;
+its CPU time is estimated as the same share of the whole call's CPU time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class OpenVino:
         self.pipeline = genai.LLMPipeline(path, "CPU", **properties)
 
     def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, float, list[float]]:
-        """Generates `count` tokens for each prompt and returns (wall seconds and CPU seconds of the whole
-        call, list of the times in seconds, from the same start, at which each token was computed). prompts:
-        token ids, all of the same length.
-        """
+        """Generates `count` tokens for each prompt, in one batch. Returns (wall seconds of the whole call,
+        CPU seconds of the whole call, list of wall times in seconds at which each generation step ended; only
+        their differences have a meaning). prompts: token ids, all of the same length."""
         ids = openvino.Tensor(np.array(prompts, np.int64))
         mask = openvino.Tensor(np.ones((len(prompts), len(prompts[0])), np.int64))
         config = genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)

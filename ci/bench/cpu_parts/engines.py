@@ -65,17 +65,16 @@ PEERS: Mapping[str, Peer] = {
 }
 V3 = "x86-64-v3"
 V3_CMAKE = ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON")
-"""Options of CMake with which llama.cpp and ik_llama.cpp use AVX2 and nothing newer."""
+"""CMake options with which llama.cpp and ik_llama.cpp are built to use AVX2 and nothing newer."""
 V3_VARIABLES: Mapping[str, Mapping[str, str]] = {
     "llama": {},
     "ik": {},
     "ctranslate2": {"CT2_FORCE_CPU_ISA": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "openvino": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
-"""Name of a compared engine -> environment variables with which it uses AVX2 and nothing newer. An engine
-without an entry has no such setting and is not measured under this limit. CTranslate2 and OpenVINO multiply
-by oneDNN, which needs a variable of its own.
-"""
+"""Name of a compared engine -> environment variables with which it uses AVX2 and nothing newer; {} if the
+limit is set when the engine is built (V3_CMAKE). An engine without an entry has no such setting and is not
+measured under this limit. CTranslate2 and OpenVINO multiply by oneDNN, which needs a variable of its own."""
 IK = "ik"
 """Name of the compared engine ik_llama.cpp. It is built from a source directory by ik_library.py, because no
 package index has it.
@@ -98,7 +97,8 @@ class Entry:
     size: int
     """Total size in bytes of the weights files that a measured engine loads."""
     variables: tuple[tuple[str, str], ...] = ()
-    """Further environment variables of the engine, and their values."""
+    """Pairs (name, value) of environment variables that a measured engine's process gets in addition to those
+    of this process, such as a limit of its instruction set."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def prepare(
 
 
 def _in_process_of_its_own(root: Path, shape: str) -> None:
-    """Creates a random checkpoint in the directory `root`, in a separate process: otherwise, the memory that
-    NumPy needs would count as peak memory of each engine that this process starts later. shape: name of the
-    model's size.
+    """Creates a random checkpoint in the directory `root`, which must not exist, in a separate process:
+    otherwise, the memory that NumPy needs would count as peak memory of each engine that this process starts
+    later. shape: name of the model's size. Raises CalledProcessError, and leaves `root` missing, if it fails.
     """
     part = root.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -155,10 +155,9 @@ def environment(path: str) -> dict[str, str]:
 
 
 def _ours(area: Path, schemes: list[str], target: str) -> Iterator[Entry]:
-    """Builds a bundle of the random checkpoint in `area` for each quantization scheme, by `mlcbuild run` with
-    a recipe, and yields the description (`Entry`) of each as an engine to compare. Raises CalledProcessError
-    if the build fails.
-    """
+    """Builds a bundle of the random checkpoint `area`/checkpoint for each quantization scheme, by one
+    `mlcbuild run` with a recipe, and yields the description (`Entry`) of each as an engine to compare.
+    Results in the store beside `area` are reused. Raises CalledProcessError if the build fails."""
     recipe = area / "recipe.yaml"
     recipe.write_text(
         "version: 1\n"
@@ -210,9 +209,8 @@ def _peer(directory: Path, area: Path, name: str, target: str) -> Iterator[Entry
 
 def installed(place: Path, peer: Peer) -> str:
     """Returns the path of the Python interpreter in a compared engine's virtual environment `place`. If the
-    environment is missing, it is created and the engine's packages are installed. Raises CalledProcessError
-    if that fails.
-    """
+    environment is missing or incomplete, it is created and the engine's packages are installed. Raises
+    CalledProcessError if that fails."""
     python = place / "bin" / "python"
     if not (place / "done").is_file():
         print(f"installing {', '.join(peer.packages)} ...", flush=True)
@@ -225,8 +223,9 @@ def installed(place: Path, peer: Peer) -> str:
 
 
 def quietly(command: list[str], variables: Mapping[str, str], log: Path) -> None:
-    """Runs a command with its output in the file `log`. variables: all environment variables of the command.
-    Raises CalledProcessError, whose `output` is the path of the log, if the command fails."""
+    """Runs a command and replaces the file `log` by its standard output and standard error. variables: the
+    whole environment of the command. Raises CalledProcessError, whose `output` is the path of the log, if the
+    command fails."""
     with log.open("wb") as file:
         done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
     if done.returncode:

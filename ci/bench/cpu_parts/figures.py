@@ -95,13 +95,14 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def _limit(figure: str, entry: Entry, config: Mapping[str, int], best: Mapping[str, float]) -> float:
-    """Returns an upper bound of the tokens per second of an engine, from the measured limits of this machine.
-    For prefill, it counts the time of the matrix products at the int8 rate and of attention at the float32
-    rate; for decoding, the time to read all weights once for the batch, and the KV cache.
+    """Returns an upper bound of the tokens per second of an engine, all sequences together, from the measured
+    limits of this machine. For prefill, it counts the time of the matrix products at the int8 rate and of
+    attention at the float32 rate; for decoding, the time to read all weights once for the batch, and the KV
+    cache.
 
-    figure: "prefill N" or "decode N", with N tokens or sequences; config: sizes of the model; best: name of a
-    limit -> GB/s or 10^9 operations per second. Of a mixture's experts, those count that N rows choose on
-    average if every row chooses at random.
+    figure: "prefill N" or "decode N", with N tokens or sequences; entry: the engine, with the size of its
+    weights; config: sizes of the model; best: name of a limit -> GB/s or 10^9 operations per second. Of a
+    mixture's experts, those count that N rows choose on average if every row chooses at random.
     """
     kind, _, number = figure.partition(" ")
     count = int(number)

@@ -24,10 +24,9 @@ NATIVE = ("-DGGML_NATIVE=ON",)
 
 def build(source: Path, place: Path, processor: tuple[str, ...] = NATIVE) -> Path:
     """Returns the path of the library of ik_calls.c, linked with the build of `source`; reuses builds in
-    `place`. processor: options of CMake that choose the instructions.
-
-    Raises subprocess.CalledProcessError, whose output names the log, if CMake or a compiler fails.
-    """
+    `place`, a directory that is created if it is missing. processor: CMake options that choose the
+    instruction sets. Raises subprocess.CalledProcessError, whose `output` is the path of the log, if CMake or
+    a compiler fails."""
     place.mkdir(parents=True, exist_ok=True)
     tree, library, log = place / "build", place / "ik_calls.so", place / "build.log"
     jobs = str(os.cpu_count() or 1)

@@ -1,8 +1,8 @@
 """The limits of this machine: kernels that only read memory, or only multiply and add in registers.
 
 As a program (argv: threads, target) it prints {"isa": name of the instruction set}, and then answers each
-line on stdin with freshly measured rates, as JSON. The number of threads is TVM_NUM_THREADS, which is set
-before TVM is loaded.
+line on stdin with freshly measured rates, as JSON: {"read": GB/s of memory, "float32": GFlop/s, "int8":
+Gop/s}. It sets TVM_NUM_THREADS to the number of threads before TVM is loaded.
 
 What bounds each loop, by the tables of uops.info and Agner Fog (instructions per cycle and core):
 
@@ -14,7 +14,7 @@ What bounds each loop, by the tables of uops.info and Agner Fog (instructions pe
                 448 Gop/s.
     sdot        2 (Neoverse N1) to 4 (Neoverse V1, Apple), of 128 bits
     smmla       2 (Neoverse N2) to 4 (Neoverse V1), with twice the products of sdot
-    mul16       pmullw: 2 of 128 bits
+    mul16       pmullw, on x86 without AVX2: 2 of 128 bits
 
 A loop that gave all of its products the same operands would let the compiler compute one product
 before the loop and time additions only. So the weights of each turn come from memory (first-level
@@ -97,15 +97,17 @@ def dot_tile(isa: ISA) -> DotTile:
     is measured. Its sums and operands fit the registers, and it has enough independent sums to hide the
     latency of instructions.
 
-    vpdpbusd adds to its sum and takes 5 cycles, twice a cycle: at least ten sums. pmaddubsw and pmullw are
-    followed by an addition of one cycle, so fewer sums do.
+    vpdpbusd adds to its sum with a latency of 5 cycles, and two start in each cycle: at least ten sums.
+    pmaddubsw and pmullw are followed by an addition of one cycle, so fewer sums do.
     """
     tiles = {"avx2": DotTile(4, 2), "portable": DotTile(4, 2), "avxvnni": DotTile(3, 4)}
     return tiles.get(isa.name, DotTile(4, 4))
 
 
 def reads(isa: ISA, words: int, parts: int) -> tvm.tirx.PrimFunc:
-    """Returns a kernel that sums `words` int32 values, in `parts` parts, one per thread."""
+    """Returns a kernel, not compiled, that measures the memory bandwidth: it sums an array of `words` int32
+    values, split into `parts` equal parts, one per thread. The end of a part that fills less than four
+    vectors is left out."""
     step = 4 * isa.lanes
     each = words // parts
 
@@ -191,8 +193,8 @@ def tiles(parts: int) -> tvm.tirx.PrimFunc:
     """Returns a kernel that measures the rate of AMX: in each of `parts` parts, one per thread, it executes
     TURNS / 2 products of two bfloat16 tiles (16 x 16 results, sums over 32 values).
 
-    One tdpbf16ps every 16 cycles. Tiles have no shared result that could be computed before the loop: the
-    intrinsics have side effects.
+    A core executes one such product (tdpbf16ps) every 16 cycles. The compiler cannot move the products out of
+    the loop, although their operands never change: the intrinsics have side effects.
     """
 
     def emit(name: str, *arguments: tvm.tirx.Expr) -> None:
@@ -213,8 +215,9 @@ def tiles(parts: int) -> tvm.tirx.PrimFunc:
 
 
 def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]) -> dict[str, float]:
-    """Returns {"read": GB/s of memory, "float32": GFlop/s, "int8": Gop/s}, each the best of three
-    measurements; a product and a sum are two operations.
+    """Returns {"read": GB/s of memory, "float32": GFlop/s, "int8": Gop/s} of all threads together, each the
+    best of three measurements; a product and a sum are two operations. parts: number of threads; compiled:
+    function from the name of a kernel to the compiled kernel.
 
     int8 is the rate of the instructions that multiply quantized weights: byte products, or tiles if these are
     faster.
@@ -236,8 +239,8 @@ def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]
 
 
 def _int8_rate(isa: ISA, parts: int, run: Callable[..., None]) -> float:
-    """Returns the rate of int8 products in registers on this machine, in Gop/s, a product and a sum being two
-    operations."""
+    """Returns the rate of int8 products in registers, all threads together, in Gop/s, a product and a sum
+    being two operations. parts: number of threads; run: the compiled kernel of `dots`."""
     form, tile = dot.Products(isa, 4), dot_tile(isa)
     kind, count = _sums(form)
     rng = np.random.default_rng(0)
@@ -250,7 +253,7 @@ def _int8_rate(isa: ISA, parts: int, run: Callable[..., None]) -> float:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Returns the duration of the shortest of three runs, in seconds."""
+    """Calls `run` three times, without a warm-up, and returns the wall seconds of the shortest call."""
 
     def once() -> float:
         start = time.perf_counter()

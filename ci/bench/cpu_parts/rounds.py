@@ -37,8 +37,8 @@ class Plan:
     rounds: int
     steps: int
     small: bool
-    """True for a small model, whose prefill takes much less than a second and is therefore measured more
-    often."""
+    """True for a small model, whose prefill takes much less than a second and is therefore measured twice in
+    each round instead of once."""
     target: str = "host"
     """Name of the build target (processor) whose hardware limits, such as memory bandwidth, are measured on
     this machine beside the engines.
@@ -61,7 +61,7 @@ class Samples:
     """The different numbers of threads of the engine's process that worked, each in at least one
     measurement."""
     resident: float = 0.0
-    """Resident memory of a measured engine's process in MB, read after all other measurements."""
+    """Resident memory of a measured engine's process in MB (10^6 bytes), read after its last measurement."""
 
     def add(self, figure: str, wall: float, cpu: float) -> None:
         self.wall.setdefault(figure, []).append(wall)
@@ -164,9 +164,8 @@ def measure(actual: Prepared, plan: Plan) -> Measured:
 
 def _first(entry: Entry, threads: int, vocabulary: int) -> tuple[float, float]:
     """Starts a measured engine, and returns (wall seconds, CPU seconds) from the start of its process until
-    it has computed its first token. entry: the engine with its model; vocabulary: number of tokens. Raises
-    EndedError if the process ends before.
-    """
+    it has computed its first token; the process is then ended. entry: the engine with its model; threads:
+    number of threads; vocabulary: number of tokens. Raises EndedError if the process ends before."""
     start = time.perf_counter()
     child = Child.start(entry, threads, FIRST, vocabulary)
     said = child.hear()
@@ -193,9 +192,9 @@ def _sample(child: Child, figure: str, plan: Plan, into: Samples) -> None:
 def logits(actual: Prepared, area: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields (name of an engine with its model, figures) for each compared engine. The figures compare its
     logits for one prompt with those of the float32 reference: "kl", the KL divergence in nats, "agree", the
-    share of equal most likely tokens, and "error", the relative root mean square error. Raises
-    CalledProcessError if the comparison fails, and EndedError if an engine's process ends.
-    """
+    share of equal most likely tokens, and "error", the relative root mean square error. area: directory of
+    the logits files; a reference that is there is reused. Raises CalledProcessError if the comparison fails,
+    and EndedError if an engine's process ends."""
     vocabulary = actual.config["vocab_size"]
     variables = environment(OURS)
     expected = area / "reference.f32"

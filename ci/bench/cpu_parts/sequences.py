@@ -1,6 +1,5 @@
-"""Measures prefill and decoding of engines that compute batches of single tokens, each described by (token
-id, position, sequence).
-"""
+"""Measures prefill and decoding of engines that compute a batch of tokens in each call, where the caller
+describes every token by its id, its position and its sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +11,8 @@ from child import CONTEXT, clock, prompt, since
 Row = tuple[int, int, int, bool]
 """One row of a batch: (token id, position, index of the sequence, True if the row's logits are computed)."""
 ROOM = CONTEXT + 256
-"""Number of tokens of one sequence for which the engine's KV cache has memory: those of its context, and one
-for each step of a measurement.
-"""
+"""Number of tokens of one sequence for which the engine's KV cache has memory: those of its context, and 256,
+one for each decode step of a measurement."""
 ROWS = 512
 """Maximum number of tokens, of all sequences together, that one call of the engine computes."""
 
@@ -25,12 +23,13 @@ class Batches(Protocol):
     """
 
     def run(self, rows: list[Row]) -> None:
-        """Computes a batch. Ends the process if the engine fails."""
+        """Computes a batch of tokens. Raises SystemExit, which ends the engine's process, if the engine
+        fails."""
         ...
 
     def logits(self, row: int) -> np.ndarray:
-        """Returns the logits of a row of the last batch, float32 [vocabulary]. row: its index in the batch;
-        its logits must have been requested."""
+        """Returns the logits of a row of the last batch, float32 [vocabulary], valid until the next batch is
+        computed. row: its index in the batch; its logits must have been requested there."""
         ...
 
     def forget(self, sequence: int, first: int) -> None:
@@ -42,9 +41,8 @@ class Batches(Protocol):
 
 class Sequences:
     """Measures prefill and decoding of an engine that computes batches, by the interface of all measured
-    engines (`child.Engine`). The KV cache of the sequences is kept between measurements, so that their
-    contexts are computed once.
-    """
+    engines (`child.Engine`). The contexts of sequences stay in the KV cache from one call of `decode` to the
+    next, and are computed again only after `prefill` or `save_logits`."""
 
     def __init__(self, model: Batches, vocabulary: int) -> None:
         self.model, self.vocabulary, self.filled = model, vocabulary, 0

@@ -32,28 +32,29 @@ from mlcbuild.targets.target import Target
 
 @dataclass(frozen=True)
 class Load:
-    """One set of arguments with which a kernel is called again and again to time it."""
+    """One size of the inputs with which a kernel is timed: its label, and the arguments of the kernel's
+    calls."""
 
     label: str
     calls: list[tuple[object, ...]]
-    """Argument lists of the kernel's calls, which are used in rotation so that weights are in no cache."""
+    """Argument lists of the kernel's calls. They are used in turn, so that the weights of a call are in no
+    cache."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A kernel, and the sets of arguments (loads) with which it is timed."""
+    """A kernel to time, and the loads (sizes of the inputs, with arguments) with which it is timed."""
 
     function: Callable[[], PrimFunc]
-    """A function that generates the measured kernel's code again, so that constants which have been changed
-    since take effect, and returns it as a PrimFunc of TVM, which is not compiled.
-    """
+    """Function without parameters that generates the measured kernel's code again, so that constants which
+    have been changed since take effect, and returns it as a PrimFunc of TVM, which is not compiled."""
     loads: Iterator[Load]
 
 
 def product(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]) -> Workload:
     """Returns a kernel to time, with its arguments: the product of activations with a quantized matrix.
-    scheme: quantization of the matrix; shape: its [n, k]; rows: the numbers of rows of activations, for each
-    of which there is a set of arguments (load)."""
+    scheme: quantization of the matrix; shape: its [n outputs, k inputs]; rows: the numbers of rows of
+    activations, for each of which there is a set of arguments (load)."""
     storage = BACKENDS["cpu"].storage(SCHEMES[scheme])
     created = linear(isa_for(target), storage, *shape)
 
@@ -75,9 +76,9 @@ def product(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]
 
 def attend(target: Target) -> Workload:
     """Returns a kernel to time, with its arguments: attention with the heads of SmolLM2-135M and a float16 KV
-    cache. There are sets of arguments (loads) for one new token of 1 or 8 sequences, and for 4, 16 or 32 new
-    tokens, such as draft tokens, of one sequence.
-    """
+    cache. There are sets of arguments (loads) for one new token of one sequence of 512 or 8192 tokens, and,
+    with sequences of 2048 tokens, for one new token of each of 8, and for 4, 16 or 32 new tokens, such as
+    draft tokens, of one."""
     heads = Heads(1, 9, 3, 64, "float16")
     spec = AttentionKernel(isa_for(target), heads, heads.dim**-0.5, None)
 
@@ -123,8 +124,8 @@ def draw(target: Target) -> Workload:
 
 def experts(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]) -> Workload:
     """Returns a kernel to time, with its arguments: the down projection of a mixture of 64 experts, of which
-    each row (token) uses 8. scheme: quantization of the matrices; shape: [n, k] of each; rows: the numbers of
-    rows, for each of which there is a set of arguments (load)."""
+    each row (token) uses 8. scheme: quantization of the matrices; shape: [n outputs, k inputs] of each; rows:
+    the numbers of rows, for each of which there is a set of arguments (load)."""
     storage = BACKENDS["cpu"].storage(SCHEMES[scheme])
     stack = ExpertMatrices(linear(isa_for(target), storage, *shape), 64, 8)
 

@@ -1,4 +1,5 @@
-"""A fuzzing target: runs `mlcbuild pull` against a registry whose answers are wrong."""
+"""A fuzzing target: runs `mlcbuild pull` against a registry whose answers are wrong, and checks that no wrong
+bundle is written."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ from tests.runtime import toy
 
 def command(*arguments: str | Path) -> tuple[int, str]:
     """Runs mlcbuild's command line with these arguments in this process, and returns (exit code, text printed
-    to standard output and standard error)."""
+    to standard output and standard error). An unexpected exception in mlcbuild becomes an error message and
+    an exit code, as for users."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main([str(argument) for argument in arguments])
@@ -73,9 +74,8 @@ class Files:
 
 class Recipes(Files):
     """A fuzzing target: creates mutated recipe files, and checks that the commands validate and plan accept
-    each or refuse it with a suitable message, which for validate names a place, and that plan refuses none
-    that validate accepts, except for a missing lock. A case is the file.
-    """
+    each or refuse it with a suitable message, which for validate names the recipe file, with or without line
+    and column. plan may refuse a recipe that validate accepts only because of a lock. A case is the file."""
 
     WORDS = (
         *(
@@ -183,9 +183,9 @@ class Records(Files):
 
 
 class Stores(Records):
-    """A fuzzing target: creates mutated records of step results, as a remote may return them, puts them into
-    a local store, and checks that commands which read the store do not crash. A case is as for Records: cache
-    key, line break, record."""
+    """A fuzzing target: creates mutated records of step results, as a remote may return them, puts each into
+    a local store, and checks that the commands cache status, plan and cache verify do not crash. A case is
+    the cache key, a line break, and the record; an unknown key is replaced by one of the store's."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)
@@ -266,8 +266,8 @@ class Manifests(Files):
         return None
 
     def _list(self, path: Path) -> None:
-        """Replaces the size and the digest of a changed file in the bundle's manifest, as the author of a
-        malicious bundle would. path: the changed file."""
+        """Writes the bundle's original manifest with the new size and digest of one changed file, as the
+        author of a malicious bundle would. path: the changed file, in the bundle's directory."""
         document = json.loads(self.files["bundle.json"])
         entry = toy.describe(path)
         document["files"][path.name] = {"blake3": entry.blake3, "size": entry.size}
@@ -284,9 +284,8 @@ class Manifests(Files):
 class Archives(Files):
     """A fuzzing target: creates mutated archives as `mlcbuild cache export` writes them, and checks that
     importing one into an empty store works or is refused with a suitable message, that nothing is written
-    outside of the store, and that the store is then intact and at most 1 MiB larger than the archive. A case
-    is the archive.
-    """
+    beside the store, and that the store is then intact and at most 1 MiB larger than the archive. A case is
+    the archive."""
 
     def __init__(self, place: Path) -> None:
         self.place = place

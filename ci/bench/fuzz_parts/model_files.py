@@ -36,8 +36,8 @@ from tests.test_program import PROGRAM
 SECONDS = 10.0
 """Maximum CPU seconds that reading one fuzzing case may take. The cases are files of a few kB."""
 MOST_LINES, LONGEST_LINE = 61, 4000
-"""Maximum number of lines in an error message for users, and maximum characters of a line. A case whose
-message is longer is a finding."""
+"""MOST_LINES: maximum number of lines in an error message for users. LONGEST_LINE: maximum number of
+characters in each. A fuzzing case with a larger message is a finding."""
 LARGEST = 1 << 24
 """Total size in bytes of the buffers and parameters of a GPU program up to which the program is also run."""
 Entry: TypeAlias = tuple[bytes, int, bytes]
@@ -49,9 +49,9 @@ arrays are left out.
 
 
 def refused(error: CheckpointError) -> str | None:
-    """Returns the reason why the message of an error is unsuitable for users: it has too many or too long
-    lines, or control characters, or mentions a defect. None if it is suitable.
-    """
+    """Returns the reason why the message of an error is unsuitable for users: it is empty, has more than
+    MOST_LINES lines or one of more than LONGEST_LINE characters, or contains control characters, a traceback
+    or the words "a defect of mlcbuild". None if it is suitable."""
     lines = str(error).splitlines()
     if not lines or len(lines) > MOST_LINES or max(map(len, lines)) > LONGEST_LINE:
         return f"a message of {len(lines)} lines and {len(str(error))} characters"
@@ -59,7 +59,8 @@ def refused(error: CheckpointError) -> str | None:
 
 
 class Timed(Files, ABC):
-    """A fuzzing target that fails a case whose reading takes more than a fixed number of CPU seconds."""
+    """Base class of fuzzing targets that fail a case if mlcbuild takes more than SECONDS of CPU time to read
+    it. Subclasses define `read`."""
 
     def check(self, case: bytes) -> str | None:
         began = time.process_time()
@@ -70,8 +71,8 @@ class Timed(Files, ABC):
     @abstractmethod
     def read(self, case: bytes) -> str | None:
         """Lets mlcbuild read the bytes of one fuzzing case, and returns the reason why the outcome is wrong;
-        None if the case is accepted or is refused with a suitable message.
-        """
+        None if the case is accepted or is refused with a suitable message. An exception that reaches the
+        caller is a finding, too."""
 
 
 class Configs(Timed):
@@ -166,7 +167,8 @@ class Programs(Timed):
 
 
 def _numbers(document: Json) -> Iterator[tuple[Json, object]]:
-    """Yields (container, key or index) for each integer in a JSON document, so that it can be replaced."""
+    """Yields (container, key or index) for each integer in a JSON document at any depth, but not for
+    booleans, so that it can be replaced."""
     if isinstance(document, dict | list):
         keys = list(document) if isinstance(document, dict) else range(len(document))
         for key in keys:
@@ -177,7 +179,8 @@ def _numbers(document: Json) -> Iterator[tuple[Json, object]]:
 
 @dataclass(frozen=True)
 class GgufSeed:
-    """The parts of a complete GGUF file."""
+    """The bytes of a valid GGUF file (`whole`), and its parts, from which files with other metadata entries
+    are made."""
 
     whole: bytes
     entries: list[Entry]
@@ -287,8 +290,7 @@ def _entries(data: bytes) -> tuple[list[Entry], int]:
 
 def _end(data: bytes, at: int, kind: int) -> int:
     """Returns the offset at which a value in a GGUF file's metadata ends. data: bytes of the file; at: offset
-    of the value; kind: GGUF's number of its type.
-    """
+    of the value; kind: GGUF's number of its type, where unknown types count as 4 bytes."""
     if kind == 8:
         return at + 8 + int(struct.unpack_from("<Q", data, at)[0])
     if kind != 9:

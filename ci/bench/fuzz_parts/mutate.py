@@ -12,7 +12,7 @@ Json = Any
 
 
 class Raw(str):
-    """Text that is written into JSON unchanged, such as 1e999."""
+    """Text that `dumped` writes into JSON as it is, without quotes, such as 1e999."""
 
     __slots__ = ()
 
@@ -47,7 +47,8 @@ def mutated_json(random: Random, document: Json, times: int = 0) -> Json:
 
 
 def _place(random: Random, root: list[Json]) -> tuple[Any, Any]:
-    """Returns (container, key) of a random place in a document, chosen by walking down from the root."""
+    """Returns (container, key) of a random place in a document, chosen by walking down from the root. root: a
+    list with the document as its only item, so that the whole document, (root, 0), is a possible place."""
     holder: Any = root
     key: Any = 0
     while isinstance(holder[key], dict | list) and holder[key] and random.random() < 0.85:
@@ -132,9 +133,8 @@ _CHANGES = (_flip, _cut, _end, _repeat, _put, _put)
 
 def mutated_lines(random: Random, text: str, words: tuple[str, ...]) -> bytes:
     """Returns the UTF-8 bytes of a text with one to three random changes: a line removed, copied to another
-    place or marked at its beginning, or a word replaced or extended. words: texts that replace or extend
-    words, in addition to some fixed ones.
-    """
+    place or prefixed with YAML syntax such as "- ", or a word replaced or extended. words: texts that replace
+    or extend words, in addition to some fixed ones."""
     lines = text.splitlines()
     for _ in range(random.choice((1, 1, 2, 3))):
         at = random.randrange(len(lines))

@@ -18,13 +18,12 @@ from fuzz_parts.mutate import ODD_TEXTS, Json, dumped, mutated_bytes, mutated_js
 from tests.runtime import shared, toy
 
 PATIENCE = 40.0
-"""Seconds after which an answer counts as missing."""
+"""Seconds that a client waits for the next bytes from the server; then the answer counts as missing."""
 
 
 class Served:
-    """Starts a server of a toy model for fuzzing, and sends it a valid request from time to time: after
-    mutated requests, the answer to this one must be the same as before.
-    """
+    """Starts a server of a toy model for fuzzing. After mutated requests, `well` sends it a valid request
+    from time to time and returns a reason if the answer is not the same as at the start."""
 
     def __init__(self, place: Path) -> None:
         if not (place / "toy").exists():
@@ -80,9 +79,9 @@ class Served:
 
 
 class Requests(Served):
-    """A fuzzing target: sends a server mutated HTTP requests and checks its answers. A case is all bytes that
-    a client sends on one connection.
-    """
+    """A fuzzing target: sends a server mutated HTTP requests, and checks that it answers with HTTP, never
+    with a status of 500 or more other than 501, 503 and 505, and still works afterwards. A case is all bytes
+    that a client sends on one connection."""
 
     BODY = b'{"prompt": [5], "max_tokens": 2}'
     WHOLE = (
@@ -149,9 +148,9 @@ LARGEST_BODY = 8 << 20
 
 
 class Bodies(Served):
-    """A fuzzing target: sends a server requests with mutated JSON bodies and checks its answers. A case is
-    the path of the request, a line break, and the body.
-    """
+    """A fuzzing target: sends a server requests with mutated JSON bodies, and checks that each has a complete
+    answer, never with a status of 500 or more other than 501 and 503, that errors have a message, and that
+    the server still works afterwards. A case is the path of the request, a line break, and the body."""
 
     TOOL: ClassVar[Json] = {
         "type": "function",

@@ -1,6 +1,5 @@
-"""The single measurements of the program ci/bench/gpu: each runs one kind of work on a GPU several times,
-computes the median of the seconds, and returns rates.
-"""
+"""The single measurements of the program ci/bench/gpu: each runs one kind of work on a GPU and returns rates
+or times, computed from the median of several runs (`serve`: from one run)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ SERVED_TOKENS = 64
 """Maximum number of tokens of each prompt, and of each answer, when the engine is measured with many requests
 on a GPU."""
 COPY = 64 << 20
-"""Number of bytes that one copy between two buffers of the GPU moves when its bandwidth is measured."""
+"""Size in bytes of each of the two GPU buffers between which copies are timed to measure the GPU's bandwidth.
+"""
 GREEDY = (0.0, float("-inf"), 1.0, 0.0, 0.0)
 PATIENCE = 120
 """Seconds to wait for an event of the engine, after which the measurement fails."""
@@ -28,7 +28,7 @@ PATIENCE = 120
 
 @dataclass
 class Repetitions:
-    """Number of repetitions of each measurement."""
+    """Number of timed calls of which a measurement takes the median: the option --rounds of ci/bench/gpu."""
 
     count: int = 5
 
@@ -37,9 +37,8 @@ REPETITIONS = Repetitions()
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns the median duration in seconds of several calls of `work`, after a first call that is not
-    timed.
-    """
+    """Returns the median wall seconds of several calls of `work`, after a first call that is not timed. work:
+    function that returns only when the GPU has finished."""
     work()
     taken = []
     for _ in range(REPETITIONS.count):
@@ -138,11 +137,11 @@ def decode(model: GpuExecutor, count: int) -> Figures:
 
 
 def serve(model: GpuExecutor, tokenizer: Path) -> Figures:
-    """Measures the runtime's engine with twice as many requests as a batch holds, all sent at once. The
-    engine is closed afterwards, the model is not. Returns {"requests": their number, "first_event_seconds":
-    time to the first event of any request, "tokens_per_second": rate of all answers together}. tokenizer:
-    directory with the tokenizer's files. Raises queue.Empty if no event arrives for PATIENCE seconds.
-    """
+    """Measures the runtime's engine with twice as many requests as a batch holds, all sent at once; requests
+    that fail count as answered. The engine is closed afterwards, the model is not. Returns {"requests": their
+    number, "first_event_seconds": time to the first event of any request, "tokens_per_second": rate of all
+    answers together}. tokenizer: directory with the tokenizer's files. Raises queue.Empty if no event arrives
+    for PATIENCE seconds."""
     from queue import SimpleQueue
 
     from mlcbuild_runtime.engine.engine import Engine

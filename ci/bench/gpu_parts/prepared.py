@@ -79,7 +79,8 @@ def manifest(library: Path) -> Manifest:
 
 
 class _RandomWeights(DeviceProgram):
-    """A GPU program whose parameters hold random numbers, as float16 all between 0 and 2."""
+    """A GPU program whose parameters are filled with random bytes below 0x40: read as float16, all numbers
+    are between 0 and 2."""
 
     def _upload(self, path: Path, manifest: Manifest) -> None:
         random = np.random.default_rng(0).integers(0, 0x40, CHUNK, np.uint8)
@@ -89,7 +90,8 @@ class _RandomWeights(DeviceProgram):
 
 
 def load(library: Path) -> GpuExecutor:
-    """Returns the executor of a GPU program with random weights. library: the program's directory."""
+    """Returns the executor of a GPU program with random weights, on this machine's GPU. library: the
+    program's directory. Raises SetupError if there is no GPU adapter or wgpu is not installed."""
     about, adapter = manifest(library), gpu_adapter.choose()
     program = gpu_program.read(library, about).for_device(gpu_adapter.features(adapter))
     pages = gpu_program.cache_pages(program, about.limits.pages, gpu_adapter.limits(adapter))
