@@ -1,4 +1,5 @@
-"""Reads the metadata of a GGUF file key by key, and collects the problems of all keys."""
+"""Reads the metadata of a GGUF file key by key, and collects the problems of all keys, so that one
+CheckpointError reports them together."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from mlcbuild.errors import CheckpointError
 from mlcbuild.models.fields import MOST_UNKNOWN
 
 Fields = dict[str, object]
-"""The fields of a config.json, by name."""
+"""The type of a config.json: name of a field -> its value."""
 _NEUTRAL = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
 """Names of GGUF metadata keys, without the architecture in front, that have no effect on the computation."""
 
 
 class GgufKeys:
-    """Reads the GGUF metadata `<architecture>.<name>` and tracks which keys were read."""
+    """Reads the GGUF metadata `<architecture>.<name>`, and tracks which keys were read: the method `close`
+    reports the others, since they may change results."""
 
     def __init__(self, gguf: Gguf, place: str) -> None:
         self.gguf, self.place = gguf, place
@@ -41,10 +43,9 @@ class GgufKeys:
         return self.has_tensor(f"blk.0.{kind}.bias")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Returns the positive integer under the GGUF metadata key `name`, or `default` if the key is absent.
-        If there is neither, or the value is no positive integer, returns 1 and records a problem, which the
-        method `close` raises.
-        """
+        """Returns the positive integer under the GGUF metadata key `<architecture>.<name>`, or `default` if
+        the key is absent. If there is neither, or the value is no positive integer, returns 1 and records a
+        problem, which the method `close` raises."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -53,29 +54,28 @@ class GgufKeys:
         return int(self._problem(name, "an integer above 0", value))
 
     def count(self, name: str) -> int:
-        """Returns the integer under the GGUF metadata key `name`; 0 if the key is absent. If the value is not
-        an integer of at least 0, returns 1 and records a problem, which the method `close` raises.
-        """
+        """Returns the integer under the GGUF metadata key `<architecture>.<name>`; 0 if the key is absent. If
+        the value is not an integer of at least 0, returns 1 and records a problem, which the method `close`
+        raises."""
         value = self.get(name)
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
             return int(value or 0)
         return int(self._problem(name, "an integer of at least 0", value))
 
     def flag(self, name: str) -> bool:
-        """Returns the boolean under the GGUF metadata key `name`; False if the key is absent. If the value is
-        no boolean, returns True and records a problem, which the method `close` raises.
-        """
+        """Returns the boolean under the GGUF metadata key `<architecture>.<name>`; False if the key is
+        absent. If the value is no boolean, returns True and records a problem, which the method `close`
+        raises."""
         value = self.get(name)
         if value is None or isinstance(value, bool):
             return bool(value)
         return bool(self._problem(name, "true or false", value))
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns the number under the GGUF metadata key `name`, or `default` if the key is absent. The value
-        is rounded to float32 and then read from the shortest decimal text of this float32, such as 1e-6. If
-        there is neither, or the value is no number, returns 1 and records a problem, which the method `close`
-        raises.
-        """
+        """Returns the number under the GGUF metadata key `<architecture>.<name>` as a float, or `default`,
+        unchanged, if the key is absent. The value in the file is rounded to float32 and then read from the
+        shortest decimal text of this float32, such as 1e-6. If there is neither, or the value is no number,
+        returns 1 and records a problem, which the method `close` raises."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -91,9 +91,9 @@ class GgufKeys:
         return 1.0
 
     def refuse(self, name: str, why: str) -> None:
-        """Records a problem: a metadata key has a value that is not supported. why: the reason, as the end
-        of a sentence.
-        """
+        """Records the problem that the metadata key `<architecture>.<name>` has a value that is not
+        supported; the method `check` or `close` raises it. why: the reason, such as "must be 1", which
+        follows the key and a colon in the message."""
         self._problems.append(f"{self.place}: {self._prefix}{name}: {why}; use the original checkpoint")
 
     def check(self) -> None:
@@ -103,9 +103,8 @@ class GgufKeys:
 
     def close(self) -> None:
         """Raises CheckpointError with all problems of the metadata; does nothing if there are none. A key
-        that was never read is a problem, too, unless it is known to have no effect, since it may change
-        results.
-        """
+        `<architecture>.<name>` that was never read is a problem, too, unless it is known to have no effect,
+        since it may change results."""
         for name in ("expert_count", "expert_used_count"):
             is_read = self._prefix + name in self._read
             if not is_read and self.count(name):

@@ -1,7 +1,8 @@
 """Lists the names of the tensors in a GGUF file that make up each parameter of a model.
 
-Tensors get the names of transformers' checkpoints, with one exception: experts and latent attention are
-stored in a form that is the same for all model families, while checkpoints have several.
+Tensors get the names of transformers' checkpoints, with one exception: the tensors of experts and of latent
+attention have names and shapes that are the same for all model families, while transformers' checkpoints have
+several.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ _EXPERTS: Names = {
     "mlp.experts.down.bias": ("mlp.experts.down_proj.bias",),
     "mlp.shared_gate.weight": ("mlp.shared_expert_gate.weight",),
 }
-"""Name of a parameter of experts within a layer -> names of its tensors in a GGUF file, in transformers'
-spelling. It adds parameters that the table of tensor names of all model families (models.family) lacks.
-"""
+"""Name of a parameter of experts within a layer -> names under which the tensors of a GGUF file that hold it
+are read, in transformers' spelling. It adds parameters that the table of tensor names of all model families
+(models.family) lacks."""
 
 
 def names_in_file(path: Path, config: ModelConfig) -> TensorNames:
-    """Returns name of each parameter of a model -> the tensors of a GGUF file that hold it (as a
-    TensorNames), under the names that transformers' checkpoints give them. Raises CheckpointError for a
-    damaged file.
-    """
+    """Returns, as a TensorNames: name of each parameter of a model -> the tensors of a GGUF file that hold
+    it, under the names that transformers' checkpoints give them; and a regular expression for the tensors
+    that no model of the family reads. Raises CheckpointError for a damaged file."""
     names = tensor_names(config)
     if not any(isinstance(layer.feed_forward, Experts) for layer in config.layers):
         return names

@@ -73,11 +73,12 @@ def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes
 def split_tokens(vocabulary: GgufVocabulary) -> dict[int, dict[str, Json]]:
     """Returns token id -> entry in tokenizer_config.json (its text as "content", "special": True for a
     control token, and in Phi-3 "rstrip": True), for the tokens that the tokenizer must split off before
-    SentencePiece adds its leading space.
+    SentencePiece adds its leading space: user-defined tokens other than spaces and texts with "▁", unless the
+    file turns that space off; in Phi-3 also all special tokens but <s>, <unk> and <|endoftext|>.
 
     llama.cpp and the original models begin the text after such a token with a space. In Phi-3, white space
-    after special tokens is removed, which GGUF files do not state; without it, prompts would have a token for
-    each line break of the chat template.
+    after special tokens is removed, which GGUF files do not state; if it stayed, prompts would have a token
+    for each line break of the chat template.
     """
     kinds = list(enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)))
     is_phi3 = _PHI3.issubset(token for _, (token, kind) in kinds if kind == CONTROL)
@@ -94,9 +95,8 @@ def split_tokens(vocabulary: GgufVocabulary) -> dict[int, dict[str, Json]]:
 
 def _check_table(table: bytes, reader: MetadataReader) -> None:
     """Adds a problem to `reader`, the reader of a GGUF file's metadata, if SentencePiece's table of character
-    replacements would lead SentencePiece beyond the table's end. table: 4 bytes with the size of a trie, the
-    trie, and the replacements, each of which ends with a zero byte.
-    """
+    replacements would lead SentencePiece beyond the table's end. table: 4 bytes (little-endian) with the size
+    of a trie, the trie, and the replacements, each of which ends with a zero byte."""
     size = int.from_bytes(table[:4], "little")
     trie, texts = table[4 : 4 + size], table[4 + size :]
     units = np.frombuffer(trie[: len(trie) // 4 * 4], "<u4").astype(np.int64)
@@ -131,7 +131,8 @@ def _index(types: list[int], kind: int) -> int | None:
 
 def _with_unknown(vocabulary: GgufVocabulary, reader: MetadataReader) -> list[int]:
     """Returns the type of each token of a GGUF file's vocabulary, indexed by id, changed so that exactly one
-    token is the unknown one, as SentencePiece requires; adds a problem to `reader` if none is.
+    token is the unknown one, as SentencePiece requires: the one with the id for "unk". Without such an id,
+    adds a problem to `reader`, the metadata's reader, and returns types without an unknown token.
 
     Some files have more, Phi-3's 53. The others become control tokens, to which no merge leads.
     """

@@ -65,17 +65,17 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"
 
 
 def _cl100k(numbers: str, spaces: str = _SPACES) -> str:
-    """Returns the regular expression by which OpenAI's cl100k splits text into words. numbers, spaces: the
-    parts for digits and for spaces, which differ between models.
-    """
+    """Returns the regular expression by which OpenAI's cl100k splits text into words. numbers, spaces:
+    regular expressions, the parts for digits and for spaces, which differ between models."""
     return rf"{_SUFFIX}|{_LEAD}\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{spaces}"
 
 
 def _o200k(numbers: str, suffix: str) -> str:
-    """Returns the regular expression by which OpenAI's o200k splits text into words, where a word ends when
-    a capital follows small letters.
+    """Returns the regular expression by which OpenAI's o200k splits text into words, where a word ends when a
+    capital follows small letters.
 
-    numbers: the part for digits; suffix: a part that may follow a word.
+    numbers: a regular expression, the part for digits; suffix: one for what may follow a word, such as 's,
+    which must also match the empty text; "" for nothing.
     """
     words = f"{_LEAD}{_UPPER}*{_LOWER}+{suffix}|{_LEAD}{_UPPER}+{_LOWER}*{suffix}"
     return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"

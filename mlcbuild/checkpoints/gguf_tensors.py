@@ -37,17 +37,17 @@ class Architecture:
     embeddings that rotate neighbouring elements need them.
     """
     norm_shift: float = 0.0
-    """Number that is added to each weight of a norm when it is read; GGUF files of Gemma store 1 more than
-    transformers.
-    """
+    """Number that is added to each weight of a norm when it is read: -1 for Gemma, whose GGUF files store 1
+    more than transformers; 0 for others."""
 
 
 KEYS, VALUES = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
-"""Names, within a layer, of the matrices of latent attention that newer GGUF files store as one stack each;
-transformers has one matrix with the rows of both.
-"""
+"""Names within a layer, in transformers' spelling, of the two matrices of latent attention (for keys, for
+values) that newer GGUF files store as one stack each, with a matrix for each head; transformers has one
+matrix with the rows of both."""
 MOST_EXPERTS = 4096
-"""Largest number of experts of a layer in a GGUF file; the configs of all families have the same limit."""
+"""Largest number of experts of a layer in a GGUF file; more are an error. The configs of all families have
+the same limit."""
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -126,23 +126,27 @@ ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     "rope_factors_short.weight",
     "rope_factors_long.weight",
 )
-"""Names of GGUF tensors that belong to a model's config, not to its weights."""
+"""Names of GGUF tensors with factors of rotary frequencies: for any, for short and for long contexts. They
+belong to a model's config, so they are not read as weights."""
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
-"""Matches the name of an expert's matrix in old files of Mixtral, which have one tensor for each expert."""
+"""Matches the GGUF name of an expert's matrix in old files of Mixtral, which have one tensor for each expert;
+groups: layer, kind (gate, up, down), expert."""
 _STACK = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight")
-"""Matches the name of a tensor that stacks the matrices of all experts of a layer."""
+"""Matches the GGUF name of a tensor that stacks the matrices of all experts of a layer; groups: layer, kind
+(gate, up, down, gate_up)."""
 _STACK_BIAS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.bias")
 _DRAFT = re.compile(r"blk\.(\d+)\.(nextn\..+)")
-"""Matches the name of a tensor of a layer that computes draft tokens (multi-token prediction), which the
-model itself does not use."""
+"""Matches the GGUF name of a tensor of a layer that computes draft tokens (multi-token prediction), which the
+model itself does not use; groups: layer, name within the layer."""
 _SPECIAL = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "exp_probs_b.weight": "mlp.gate.e_score_correction_bias",
     "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
 }
-"""Tensor name within a layer in GGUF files, with its suffix -> name within the layer in transformers."""
+"""Tensor name within a layer in GGUF files, with its suffix (.weight or .bias) -> complete name within the
+layer in transformers, which may have no such suffix."""
 
 
 def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
@@ -201,9 +205,8 @@ def read_tensors(path: Path) -> dict[str, PackedTensor | ComputedTensor]:
 def _packed(tensor: Tensor, name: str, shift: float, heads: int) -> PackedTensor:
     """Returns a tensor of a GGUF file with the functions that decode its blocks. name: its name in
     transformers; shift: the number that is added to each weight; heads: number of heads whose rows are stored
-    in pairs. Raises CheckpointError for a quantized vector, which llama.cpp cannot compute with either; the
-    gate of shared experts is a matrix with one row.
-    """
+    in pairs, 0 if rows are in order. Raises CheckpointError for a quantized vector, which llama.cpp cannot
+    compute with either, except for the gate of shared experts, which is read as a matrix with one row."""
     block = next(item for item in TYPES.values() if item.name == tensor.dtype)
     if block.weights > 1 and len(tensor.shape) == 1 and not name.endswith("shared_expert_gate.weight"):
         raise CheckpointError(
@@ -217,10 +220,10 @@ def _packed(tensor: Tensor, name: str, shift: float, heads: int) -> PackedTensor
 
 
 def _experts(stack: PackedTensor, layer: str, kind: str) -> Iterator[PackedTensor]:
-    """Yields the matrices of the experts of a layer, which a GGUF file stores one after the other. kind:
-    "gate", "up" or "down"; or "gate_up", where the rows of each expert are those of its gate, then those of
-    up. Raises CheckpointError for a tensor that is no such stack.
-    """
+    """Yields the matrices of the experts of a layer, which a GGUF file stores one after the other, as tensors
+    with a name and a place of their own, expert by expert. kind: "gate", "up" or "down"; or "gate_up", where
+    the rows of each expert are those of its gate, then those of up. Raises CheckpointError for a tensor that
+    is no stack of at most 4,096 matrices."""
     kinds = kind.split("_")
     if len(stack.shape) != 3 or stack.shape[1] % len(kinds) or stack.shape[0] > MOST_EXPERTS:
         raise CheckpointError(
@@ -242,8 +245,8 @@ def _experts(stack: PackedTensor, layer: str, kind: str) -> Iterator[PackedTenso
 
 def _joined_biases(biases: Mapping[str, PackedTensor]) -> dict[str, PackedTensor | ComputedTensor]:
     """Returns transformers' tensor name -> biases of experts, one row for each expert. The biases of gate and
-    up are joined side by side under the name of gate_up; they are left out if their shapes differ or one of
-    them is missing."""
+    up are joined side by side under the name of gate_up; both are left out if their shapes differ, they are
+    no matrices, or one of them is missing."""
     joined: dict[str, PackedTensor | ComputedTensor] = {}
     for name, gate in biases.items():
         up = biases.get(name.replace(".gate_proj.", ".up_proj."))

@@ -82,8 +82,8 @@ def _files(
 ) -> dict[str, bytes]:
     """Returns name of a tokenizer file -> its bytes, for the vocabulary of a GGUF file; {} if the GGUF file
     names an unknown pre-tokenizer, or has a WordPiece vocabulary and any problem. Problems are added to
-    `reader`, the reader of the file's metadata. templates: name -> chat template.
-    """
+    `reader`, the reader of the file's metadata; if there are any, the bytes must not be used. templates: name
+    -> chat template."""
     if vocabulary.model == "gpt2":
         if not check_name(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
             return {}
@@ -117,9 +117,8 @@ def _adds(vocabulary: GgufVocabulary, role: str, default: bool) -> bool:
 
 
 def _tokenizer_json(vocabulary: GgufVocabulary, parts: Mapping[str, object]) -> dict[str, object]:
-    """Returns the JSON document of a tokenizer.json. parts: those of its fields that depend on the kind of
-    vocabulary (byte-level BPE or WordPiece).
-    """
+    """Returns a tokenizer.json as a dict: control and user-defined tokens as added tokens, and `parts`, those
+    of its fields that depend on the kind of vocabulary (byte-level BPE or WordPiece)."""
     added = [
         {
             "id": token,
@@ -144,8 +143,8 @@ def _tokenizer_json(vocabulary: GgufVocabulary, parts: Mapping[str, object]) -> 
 
 def _byte_level_parts(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str, object]:
     """Returns those fields of a tokenizer.json that byte-level BPE and WordPiece fill differently, for
-    byte-level BPE. words: the pre-tokenizer that splits text into words.
-    """
+    byte-level BPE. words: the pre-tokenizer that splits text into words. Tokens of the type UNUSED are left
+    out."""
     kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     return {
         "normalizer": {"type": "NFC"} if words.is_nfc else None,
@@ -207,9 +206,8 @@ def _config(vocabulary: GgufVocabulary, templates: Mapping[str, str], adds_bos: 
 
 
 def _generation(vocabulary: GgufVocabulary) -> dict[str, object]:
-    """Returns the JSON document of generation_config.json: the ids of the BOS and padding tokens, if there
-    are any, and under eos_token_id those of all tokens that end a message.
-    """
+    """Returns a generation_config.json as a dict: the ids of the BOS and padding tokens, if there are any,
+    and under eos_token_id the sorted list of the ids of all tokens that end a message."""
     ends = {vocabulary.ids[role] for role in ("eos", "eot", "eom") if role in vocabulary.ids}
     named = {
         content: token

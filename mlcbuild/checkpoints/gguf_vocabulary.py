@@ -18,9 +18,9 @@ LARGEST_VOCABULARY = 1 << 22
 262,144.
 """
 LARGEST_ARRAY = 1 << 24
-"""Largest number of entries in an array of a GGUF file's metadata other than the tokens: a vocabulary has up
-to three merges for each token.
-"""
+"""Largest number of entries of an array in a GGUF file's metadata for tokenizers, such as token types or
+merges; a longer one is an error. A vocabulary has up to three merges for each token. The list of tokens has
+the limit LARGEST_VOCABULARY."""
 MODELS = ("gpt2", "llama", "t5", "bert")
 """Supported values of the GGUF metadata key tokenizer.ggml.model: "gpt2" stands for byte-level BPE, "llama"
 for SentencePiece BPE, "t5" for SentencePiece unigram, and "bert" for WordPiece.
@@ -50,7 +50,8 @@ FLAGS = (
 """Last parts of those metadata keys tokenizer.ggml.<...> of a GGUF file whose values are true or false."""
 CONVERT = "convert the model again with a current converter, or use another file"
 _NO_TOKEN = (1 << 32) - 1
-"""The id -1 as an unsigned number, which llama.cpp's programs write for a token that a vocabulary lacks."""
+"""The id -1 as an unsigned number of 32 bits, which llama.cpp's programs write for a token that a vocabulary
+lacks."""
 _BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -62,13 +63,11 @@ class GgufVocabulary:
     tokens: list[str]
     types: list[int]
     scores: list[float]
-    """Score of each token, indexed by id, by which SentencePiece chooses among segmentations; empty for
-    byte-level BPE and WordPiece.
-    """
+    """Score of each token, indexed by id, by which SentencePiece chooses among segmentations (higher is
+    better); empty for byte-level BPE and WordPiece."""
     merges: list[tuple[str, str]]
-    """Pairs of tokens to merge, in the order in which byte-level BPE tries them; empty for other
-    tokenizers.
-    """
+    """Pairs of texts of tokens to merge, in the order in which byte-level BPE tries them; empty for other
+    tokenizers."""
     pre_tokenizer: str
     ids: Mapping[str, int]
     """Role of a token, such as "bos" -> its id. Roles that the GGUF file does not state are absent, except
@@ -95,8 +94,7 @@ class MetadataReader:
 
     def scalar(self, key: str, kind: type[str] | type[int] | type[bool]) -> str | int | bool | None:
         """Returns the value of a metadata key, or None if the key is absent. If the value is not exactly of
-        type `kind`, adds an error message to the attribute `problems` and returns None.
-        """
+        type `kind` (a bool is no int), adds an error message to the attribute `problems` and returns None."""
         value = _plain(self._metadata.get(key))
         if value is None or type(value) is kind:
             return value
@@ -296,11 +294,10 @@ def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, in
 
 def _types(reader: MetadataReader, tokens: list[str], ids: Mapping[str, int], pieces: bool) -> list[int]:
     """Returns the type of each token by id, one of GGUF's integers 1 to 6 such as NORMAL, CONTROL or BYTE; []
-    for an invalid type, which becomes a problem of `reader`, the reader of the GGUF file's metadata, as does
-    a wrong number of types. The type 0 in a file counts as NORMAL. A file without types has NORMAL tokens
-    and, if `pieces` is True for SentencePiece's tokenizers, BYTE for texts such as "<0x0A>". BOS and the
-    tokens that end a text are always CONTROL.
-    """
+    for an invalid type. That and a wrong number of types, which are then returned all the same, become
+    problems of `reader`, the reader of the GGUF file's metadata. The type 0 in a file counts as NORMAL. A
+    file without types has NORMAL tokens and, if `pieces` is True for SentencePiece's tokenizers, BYTE for
+    texts such as "<0x0A>". BOS and the tokens that end a text are always CONTROL."""
     key = "tokenizer.ggml.token_type"
     entries = reader.array(key, (int,))
     if entries is None:

@@ -23,9 +23,8 @@ _SPACE, _PREFIX = "▁", "##"
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]"}
 """Role of a token, such as "cls" -> its name in BERT's vocabularies, such as "[CLS]"."""
 _LONGEST_WORD = 100
-"""Maximum number of characters of a word that is divided into tokens, the value of all published tokenizers.
-A longer word becomes the token for unknown words.
-"""
+"""Maximum number of characters of a word that WordPiece divides into tokens, the value of all published
+tokenizers. A longer word becomes the token for unknown words."""
 
 
 def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVocabulary:
@@ -33,9 +32,9 @@ def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVo
     before a token that does not begin a word); all special tokens get the token type CONTROL.
 
     Where the metadata state no id for [CLS], [SEP], [UNK], [PAD] or [MASK], it is that of the token with this
-    name. BOS becomes [CLS], whatever the metadata state, and EOS becomes [SEP] if they state none. Adds a
-    problem to `reader`, the reader of the metadata, if there is no id for [CLS], [SEP] or [UNK], or two
-    tokens would have the same text; the result must not be used then.
+    name. The BOS id becomes that of [CLS], whatever the metadata state, and the EOS id becomes that of [SEP]
+    if they state none. Adds a problem to `reader`, the reader of the metadata, if there is no id for [CLS],
+    [SEP] or [UNK], or two tokens would have the same text; the result must not be used then.
     """
     ids = dict(vocabulary.ids)
     for role, name in _NAMES.items():
@@ -67,9 +66,8 @@ def word_piece_parts(vocabulary: GgufVocabulary) -> dict[str, Json]:
     """Returns those fields of a tokenizer.json that depend on the kind of tokenizer (normalizer,
     pre_tokenizer, post_processor, decoder, model), for WordPiece. vocabulary: a GGUF file's vocabulary with
     its tokens written as in BERT's ("##" before a token that does not begin a word) and with the ids of
-    [CLS], [SEP] and [UNK]. Tokens of the type UNUSED are left out. Text is lowercased if the file says so or,
-    where it says nothing, if its words have no capital letters.
-    """
+    [CLS], [SEP] and [UNK]. Tokens of the type UNUSED are left out; the others keep their ids. Text is
+    lowercased if the file says so or, where it says nothing, if its words have no capital letters."""
     lowercase = vocabulary.flags.get("normalizer.lowercase", _is_uncased(vocabulary))
     first, last = (vocabulary.tokens[vocabulary.ids[role]] for role in ("cls", "sep"))
     single: list[Json] = [_special(first, 0), {"Sequence": {"id": "A", "type_id": 0}}, _special(last, 0)]
@@ -118,7 +116,7 @@ def _original(token: str, words: set[str]) -> str:
     beginning, or any other token (a lone "▁" too) with "##" before it. words: all tokens that begin with "▁".
 
     Old converters stored special tokens in brackets, such as [CLS], without "▁"; they are returned unchanged,
-    unless `words` has the same text after "▁".
+    unless `words` has the same text after "▁": then they get "##", too.
     """
     if token.startswith(_SPACE) and len(token) > 1:
         return token[1:]

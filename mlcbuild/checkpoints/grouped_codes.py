@@ -25,9 +25,8 @@ Read: TypeAlias = Callable[[RowReader, int, int], NDArray[Any]]
 codes [rows, columns], or of its scales, zero points or minima [rows, groups].
 """
 _RANGES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
-"""(name of a GGUF tensor type whose weights are an integer times a float16, least integer, greatest
-integer).
-"""
+"""Triples (name of a GGUF tensor type whose weights are an integer times a float16, least integer, greatest
+integer), the smallest type first."""
 _WITH_MINIMUM = {2: "Q4_1", 3: "Q4_1", 4: "Q4_1", 5: "Q5_1", 6: "Q6_1"}
 """Bits of a code -> name of the tensor type whose weights are code * float16 scale + float16 minimum."""
 _ROWS = 4096
@@ -45,7 +44,7 @@ class GroupedMatrix:
     bits: int
     group: int
     """Number of consecutive columns of a matrix row that share a scale; the last such group may be shorter.
-    Unused if `places` is set."""
+    Unused if `places` lists the group of each column."""
     codes: Read
     """Function from (reader of the checkpoint's files, first row, number of rows) to the integer codes of
     these rows of the matrix, uint8 [rows, columns].
@@ -68,9 +67,8 @@ class GroupedMatrix:
     are.
     """
     kind: str = "F32"
-    """Name of the tensor type in which the values of this matrix can be stored unchanged; "F32" if only
-    float32 can hold them, and before the method `tensor` has determined the type.
-    """
+    """Name of the tensor type, such as "Q4_0", in which the values of this matrix can be stored unchanged;
+    "F32" if only float32 can hold them, and before the method `tensor` has determined the type."""
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
         """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns].
@@ -95,10 +93,10 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group, axis=1)[:, : self.columns]
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
-        """Returns `count` rows of the matrix from row `first` on, not dequantized: integer codes, [count,
-        columns], and a scale and perhaps a minimum for every 32 columns. Zero points are subtracted from the
-        codes, or become minima. The attribute `kind` must not be "F32". reader: reads the checkpoint's files.
-        """
+        """Returns `count` rows of the matrix from row `first` on, not dequantized, as a BlockRows: integer
+        codes [count, columns], int8 or uint8, and a float32 scale, and a minimum if there are minima, for
+        every 32 columns. Zero points are subtracted from the codes, or become minima. The caller must check
+        that the attribute `kind` is not "F32". reader: reads the checkpoint's files."""
         codes, scale = self.codes(reader, first, count), self.scales(reader, first, count)
         minimum = None if self.minima is None else self.minima(reader, first, count)
         if self.zeros is not None:

@@ -1,4 +1,5 @@
-"""Reads the headers of a checkpoint's safetensors files, and finds incomplete files without parsing them."""
+"""Reads the headers of a checkpoint's safetensors files, and finds incomplete files without parsing their
+headers."""
 
 from __future__ import annotations
 
@@ -21,9 +22,8 @@ relative to the end of the header.
 
 
 def read_header(path: Path) -> Header:
-    """Reads and returns the header of a safetensors file: the dtype, shape and position of each tensor.
-    Raises CheckpointError for a damaged or unreadable file.
-    """
+    """Reads and returns the header of a safetensors file: the dtype, shape and position (bytes from the
+    beginning of the file) of each tensor. Raises CheckpointError for a damaged or unreadable file."""
     try:
         try:
             return safetensors.read_header(path)

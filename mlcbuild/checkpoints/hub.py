@@ -33,8 +33,8 @@ NAME_LIMIT = 255
 """Maximum length in bytes of one component of a path, a limit of common filesystems."""
 
 _NAME = "[A-Za-z0-9_]([A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
-"""Matches an organisation, or the name of a repository in it, by the rule of huggingface_hub: at most 96
-characters each, of which the first and the last are no dot and no hyphen."""
+"""Regular expression for the whole name of an organisation, or the name of a repository in it, by the rule of
+huggingface_hub: at most 96 characters each, of which the first and the last are no dot and no hyphen."""
 
 Result = TypeVar("Result")
 
@@ -78,8 +78,9 @@ def parse_source(text: str) -> HubSource | None:
     """Returns the repository, or the GGUF file in it, that the `source:` of a recipe names; None if it names
     a directory, which is any text without `://`. The revision is "main" if the text has none.
 
-    Raises UsageError for a text with `://` that is not `hf://organisation/name` or `hf://name`, with or
-    without `/path/file.gguf` and `@revision` behind it, or whose parts are no valid names.
+    Raises UsageError for a text with `://` that is not `hf://organisation/name`, `hf://name` or
+    `hf://organisation/name/path/file.gguf`, with or without `@revision` behind it, or whose parts are no
+    valid names.
     """
     scheme, mark, rest = text.partition("://")
     if not mark:
@@ -156,8 +157,7 @@ def current_commit(source: HubSource) -> str:
 
 def _commit(source: HubSource, stated: str | None) -> str:
     """Returns the commit that a hub has stated, `stated`. Raises SourceError if that is not a commit hash of
-    40 hex digits. source: the repository, which the message names.
-    """
+    40 hex digits in lower case. source: the repository, which the message names."""
     if stated is None or not is_commit(stated):
         raise SourceError(f"{source}: the hub names no commit for this revision; is HF_ENDPOINT a hub?")
     return stated
@@ -216,10 +216,9 @@ def download(
 
 def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[str], message: str) -> str:
     """Commits changes to the branch of a repository that `source` names, and returns the commit's hash.
-    files: path -> content to add; gone: paths to remove; message: the commit's message. A missing repository
-    is created as private; a missing branch is created, too. Raises SourceError if the hub refuses or cannot
-    be reached.
-    """
+    files: path -> content to add or replace, as bytes or the path of a file on this machine; gone: paths to
+    remove; message: the commit's message. A missing repository is created as private; a missing branch is
+    created, too. Raises SourceError if the hub refuses or cannot be reached."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 

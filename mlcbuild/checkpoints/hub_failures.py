@@ -10,19 +10,17 @@ from mlcbuild.errors import SourceError
 
 
 class UnreachableError(SourceError):
-    """The error for a hub that cannot be reached or cannot answer now, and for a broken transfer; a retry may
-    succeed.
-    """
+    """The exception for a hub that cannot be reached or cannot answer now, and for a broken transfer; a retry
+    may succeed."""
 
 
 class AbsentError(SourceError):
-    """The error for a repository or revision that does not exist, or is hidden from this user."""
+    """The exception for a repository or revision that does not exist, or is hidden from this user."""
 
 
 Failure = tuple[type[SourceError], str] | None
-"""The error to raise in place of an exception of the hub's client, as (class, message); None if the exception
-is no failure of the kind that a function here recognizes.
-"""
+"""The type of a description of the error to raise in place of an exception of the hub's client: (class,
+message); None if the exception is no failure of the kind that a function here recognizes."""
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -35,8 +33,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def status_failure(code: int) -> Failure:
-    """Returns (class, message) of the error to raise for a hub's answer with this HTTP status, 400 or
-    above."""
+    """Returns (class, message) of the error to raise for a hub's answer with this HTTP status, 400 or above:
+    UnreachableError for 408, 429 and from 500 on, else SourceError."""
     if code in (401, 403):
         return SourceError, f"the hub refuses access (HTTP {code}); set HF_TOKEN to a token that may read it"
     if code == 404:
@@ -125,8 +123,8 @@ def _reason(error: BaseException) -> str:
 
 def disk_failure(error: Exception) -> Failure:
     """Returns (class, message) of the error to raise if an exception or one of its causes is an OSError with
-    an error number, which is taken for a failure of a disk; None for other exceptions.
-    """
+    an error number, which is taken for a failure of a disk; None for other exceptions. Network failures may
+    be such errors, too, so callers must check for them first."""
     for cause in causes(error):
         if not isinstance(cause, OSError) or cause.errno is None:
             continue

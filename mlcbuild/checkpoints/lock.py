@@ -45,7 +45,7 @@ _HEAD = "# Pins what the recipe's sources are. Written by `mlcbuild lock`; commi
 
 @dataclass(frozen=True)
 class Locked:
-    """The commit, and the files with sizes and SHA-256, at which recipe.lock pins one source."""
+    """The commit, and the files with sizes in bytes and SHA-256, at which recipe.lock pins one source."""
 
     commit: str
     """The pinned commit of the source's repository on the hub, as 40 hex digits."""
@@ -126,9 +126,8 @@ def _advised(problems: Iterable[Problem]) -> list[Problem]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Checks the data of a recipe.lock file, and adds the error message for every problem to the list
-    `problems` instead of raising an error.
-    """
+    """Checks the data of a recipe.lock file; the method `lock` returns its contents. Instead of raising an
+    error, adds an error message for every problem to the list `problems`."""
 
     document: Document
     problems: list[Problem]
@@ -225,7 +224,8 @@ def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
 
 def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
     """Queries the hub for the present commit and files of each source, and returns them as a Lock. A source
-    that `keep` already pins keeps its commit and files, and is not queried.
+    that `keep` already pins keeps its commit and files, and is not queried; other pins of `keep` are left
+    out.
 
     If any source fails, raises SourceError with a message for each that failed, and returns nothing for the
     others.
@@ -246,8 +246,8 @@ def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
 
 
 def moved(lock: Lock) -> dict[HubSource, str]:
-    """Returns source -> current commit for the pinned branches and tags that have moved since they were
-    pinned; {} if none has. Sources that the recipe gives as a commit are not queried.
+    """Returns source -> current commit, for the branches and tags pinned in `lock` that have moved since they
+    were pinned; {} if none has. Pinned sources whose revision is a commit are not queried.
 
     If any source cannot be queried, raises SourceError with a message for each of these, and returns nothing
     for the others.
@@ -298,7 +298,7 @@ def _pin_file(source: HubSource, name: str, file: HubFile) -> Pinned:
 
 def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pinned]:
     """Downloads a file of a source that is read here or whose SHA-256 the hub does not state, such as one
-    kept in git; returns its bytes, and its size and SHA-256.
+    kept in git; returns (its bytes, its size and SHA-256 as a Pinned).
 
     Bytes other than those that the hub lists are downloaded once more. Raises SourceError if the hub refuses
     or sends other bytes both times.

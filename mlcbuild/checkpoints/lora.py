@@ -39,7 +39,7 @@ _PREFIXES = (
 )
 """Prefixes of tensor names, as pairs: (prefix in an adapter that was trained on a larger model, such as one
 with a vision tower, or on a model without its output matrix; prefix of the same tensors in the checkpoint).
-"""
+The first pair that leads to a tensor of the checkpoint counts."""
 _DTYPES = ("F32", "F16", "BF16")
 _PRODUCTS = 1 << 15
 """Number of elements of the product of a LoRA adapter's factors that are computed at once; they stay in a
@@ -59,7 +59,8 @@ class Adapter:
 
     directory: Path
     weight: float
-    """Factor by which the adapter's change of the base model is multiplied."""
+    """Factor by which the adapter's change of the base model is multiplied, in addition to the scale that the
+    adapter's config states, such as alpha / rank."""
     config: AdapterConfig
     parts: Mapping[str, Mapping[str, Tensor]]
     """Name of a module of the base model -> tensors of the adapter for it: part (A, B, magnitude_vector,
@@ -74,13 +75,11 @@ class _Change:
     """The change that one LoRA adapter makes to one matrix: a product of two factors that is added."""
 
     left: Tensor
-    """The left factor of a LoRA change of a matrix: B [rows, rank]; if the attribute `crossed` is True, A
-    [rank, rows], which is transposed when it is read.
-    """
+    """The left factor of a LoRA change of a matrix: B [rows, rank]; if the attribute `crossed` is True (the
+    transpose of B A is added), A [rank, rows], which is transposed when it is read."""
     right: Tensor
-    """The right factor of a LoRA change of a matrix: A [rank, columns]; if the attribute `crossed` is True, B
-    [columns, rank], which is transposed when it is read.
-    """
+    """The right factor of a LoRA change of a matrix: A [rank, columns]; if the attribute `crossed` is True
+    (the transpose of B A is added), B [columns, rank], which is transposed when it is read."""
     scale: np.float32
     crossed: bool
     """True if the transpose of the LoRA product B A is added to the matrix: to an embedding table, or to a
@@ -94,8 +93,7 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
     after the other when rows are read. Tensors that are changed become float32; the others are returned as
     they are. directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError for
     an adapter that is damaged or unsupported, does not fit the checkpoint, or replaces a tensor that an
-    adapter before it has changed or replaced.
-    """
+    adapter before it has changed or replaced; a change of a replaced tensor is allowed."""
     # Both are keyed by transformers' names: `name` of a tensor is its name in the checkpoint's files.
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)
@@ -244,8 +242,8 @@ def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: 
 def _lengths(rows: Floats) -> Floats:
     """Returns the Euclidean length of each row of a matrix [count, columns], with the bits of PyTorch's norm
     on CPUs, which adds the squares of every eighth element in float32, then these eight sums, then the
-    elements that are left. On 4,096 columns it is up to 3.3 units of the last place from the exact length.
-    """
+    elements after the last full eight. On 4,096 columns it is up to 3.3 units of the last place from the
+    exact length."""
     count, columns = rows.shape
     squares = rows * rows
     left = columns - columns % _LANES
@@ -279,8 +277,9 @@ def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats
 
 
 def _multiply(left: NDArray[np.float64], right: NDArray[np.float64], out: Floats) -> None:
-    """Writes left [rows, rank] @ right [rank, columns] to `out`. The elements of both factors are float32
-    values; each sum is rounded as fused multiply-adds in float32 would, in the order of ranks.
+    """Writes left [rows, rank] @ right [rank, columns] to `out`, float32 [rows, columns]. Both factors are
+    float64 arrays of float32 values. Products are added in the order of ranks; each sum is rounded to float64
+    and then to float32, which is the result of a fused multiply-add in float32 except in very rare cases.
 
     Libraries of matrix products, PyTorch's too, have this order for small ranks on CPUs with FMA. Here the
     result is the same on every machine: the product of two float32 is exact in float64.

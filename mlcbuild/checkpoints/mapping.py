@@ -44,7 +44,8 @@ that replace them. Raises CheckpointError for tensors that are missing or do not
 
 @dataclass(frozen=True)
 class Views:
-    """The functions that turn the tensors stored in a checkpoint into the tensors of its model."""
+    """The two functions that, one after the other, turn the tensors stored in a checkpoint into the tensors
+    of its model."""
 
     quantized: View = dict
     """Function that receives the tensors in a checkpoint's files (name -> tensor) and returns the same
@@ -129,8 +130,8 @@ def _read(root: Path) -> tuple[dict[str, Tensor], dict[str, str] | None, list[st
 def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> dict[str, Tensor]:
     """Returns transformers' name of a tensor -> the tensor, after both functions of `views`: dequantization
     of the stored tensors, and merging of LoRA adapters. stored: name in the checkpoint's files -> tensor;
-    names: the model's tensor names. CheckpointErrors of these functions are not caught.
-    """
+    names: the model's tensor names, which show whether the checkpoint has other prefixes. CheckpointErrors of
+    these functions are not caught."""
     tensors = views.quantized(stored)
     sources = [part.tensor for pieces in names.sources.values() for part in pieces]
     others = other_names(sources, [*tensors])
@@ -141,10 +142,9 @@ def _located(
     config: ModelConfig, table: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor]
 ) -> tuple[list[ParameterSource], list[str]]:
     """Locates the parameters of a model in a checkpoint's files. Returns (parameters with their stored
-    tensors, seen as vectors or matrices, for those parameters all of whose tensors exist; error messages for
-    tensors of a wrong dtype or shape). table: parameter name -> the tensors that make it up; tensors: name ->
-    stored tensor.
-    """
+    tensors, seen as vectors or matrices, for those parameters all of whose tensors exist, also if one does
+    not fit; error messages for tensors of a wrong dtype or shape). The caller reports missing tensors. table:
+    parameter name -> the tensors that make it up; tensors: name -> stored tensor."""
     located, problems = [], []
     for param in parameters(config):
         parts = table[param.name]
@@ -171,8 +171,7 @@ def _remark(unread: Mapping[str, str | None]) -> None:
 def _report(action: str, reasons: Mapping[str, str | None]) -> None:
     """Prints to the step's log a line with the number of tensors for each group of tensors that have the same
     reason and names that differ only in numbers. action: what was done with the tensors, such as "left out";
-    reasons: tensor name -> reason, or None.
-    """
+    reasons: tensor name -> reason, which ends the line."""
     kinds: dict[tuple[str, str | None], int] = {}
     for name, reason in reasons.items():
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), reason
@@ -189,10 +188,10 @@ def _flat(piece: Tensor) -> Tensor:
 def _table(
     config: ModelConfig, names: TensorNames, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Piece, ...]]:
-    """Returns parameter name -> the checkpoint's tensors, or the rows of them, that make up the parameter.
-    names: the names that the model's family lists; tensors: those that the checkpoint has. The embedding is
-    read from the output matrix if the config ties them and the checkpoint has no tensor for the embedding.
-    """
+    """Returns parameter name -> the checkpoint's tensors, or the rows of them, that make up the parameter,
+    including tensors that the checkpoint lacks. names: the names that the model's family lists; tensors:
+    those that the checkpoint has. The embedding is read from the output matrix if the config ties them and
+    the checkpoint has no tensor for the embedding."""
     table = dict(names.sources)
     embedding = parameters(config)[0].name
     if config.tie_embeddings and HEAD in tensors and table[embedding][0].tensor not in tensors:
@@ -242,8 +241,7 @@ def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[
 def _misfits(source: ParameterSource, expected: Sequence[Piece]) -> list[str]:
     """Returns an error message for each stored tensor of a model parameter whose dtype or shape is wrong.
     expected: for each of these tensors, in the same order, the number of rows that config.json requires, and
-    whether the matrix is stored transposed.
-    """
+    whether the matrix is stored transposed. The number of columns is that of the parameter."""
     problems = []
     # A stack may be one tensor, or matrices of one expert each.
     stacked = len(expected) == 1 and expected[0].rows == source.param.shape[0]

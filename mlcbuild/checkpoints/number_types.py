@@ -21,9 +21,8 @@ uint16 holds the bits of bfloat16.
 
 
 def _small_floats(fraction: int, bias: int, nan: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns a table, float32 [256]: the value of each byte as an 8-bit float with `fraction` fraction bits
-    and the exponent bias `bias`. nan: the bytes that are NaN; no byte is infinite.
-    """
+    """Returns a table, float32 [256]: the value of each byte as an 8-bit float with a sign bit, `fraction`
+    fraction bits and the exponent bias `bias`. nan: the bytes that are NaN. The format has no infinities."""
     codes = np.arange(256)
     exponent, low = (codes & 127) >> fraction, codes & (1 << fraction) - 1
     integer_part = np.where(exponent > 0, 1 << fraction, 0) + low
@@ -50,9 +49,8 @@ _OTHERS: Mapping[str, type[np.generic]] = {
     "I16": np.int16,
     "U16": np.uint16,
 }
-"""Name of another safetensors dtype that weights may have (a float64 or an integer of 8 or 16 bits) -> NumPy
-dtype. float32 represents the integers exactly; float64 is rounded.
-"""
+"""Name of a safetensors dtype that weights may have besides DTYPES and 8-bit floats (a float64 or an integer
+of 8 or 16 bits) -> NumPy dtype. float32 represents the integers exactly; float64 is rounded."""
 READABLE = (*DTYPES, *_OTHERS, *SMALL_FLOATS)
 """Names, in safetensors, of all dtypes that weights may have."""
 _ELEMENTS: Mapping[str, type[np.generic]] = {

@@ -58,10 +58,10 @@ class _Awq:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name -> tensor of an AWQ checkpoint with one tensor, `<module>.weight`, in place of the parts
-    of each quantized matrix; other tensors stay. settings: its quantization_config. Raises CheckpointError
-    for parts that are missing or do not fit together, and for unsupported settings.
-    """
+    """Returns name -> tensor of an AWQ checkpoint with one tensor, `<module>.weight`, whose rows are computed
+    when they are read, in place of the parts of each quantized matrix. Scales of activations and KV caches
+    are left out; other tensors stay. settings: its quantization_config. Raises CheckpointError for parts that
+    are missing or do not fit together, and for unsupported settings."""
     layout = str(settings.get("version") or "gemm").lower()
     if layout != "gemm":
         raise CheckpointError(

@@ -23,12 +23,12 @@ from mlcbuild.checkpoints.shards import RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, replaced, whole
 
 _PART = "weight#"
-"""First part of the names by which the code refers to the tensors of a quantized weight, such as its scales.
-bitsandbytes stores `<module>.weight.absmax`; it is renamed `<module>.weight#absmax`.
-"""
+"""Beginning of the names that the code gives to the tensors which describe a quantized weight, such as its
+scales: `<module>.weight.absmax` of bitsandbytes is renamed `<module>.weight#absmax`, so that the last dot
+follows the module."""
 _PER_127 = np.float32(1 / 127)
 _LARGEST_STATE = 4096
-"""Maximum bytes of the JSON text with which bitsandbytes describes a 4-bit matrix."""
+"""Maximum bytes of bitsandbytes' JSON description of a 4-bit matrix; a longer one is an error."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Table:
     scales: Tensor
     columns: int
     block: int
-    """Number of consecutive weights of the matrix that share a scale."""
+    """Number of consecutive weights, also across the ends of rows, that share a scale."""
     nested: _Nested | None
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
@@ -83,11 +83,11 @@ class _Table:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name -> tensor of a bitsandbytes checkpoint with one tensor of float32 values,
-    `<module>.weight`, in place of the stored tensors (codes, scales and so on) of each quantized matrix;
-    other tensors stay. settings: unused. Raises CheckpointError for tensors that are missing or do not fit
-    together.
-    """
+    """Returns name -> tensor of a bitsandbytes checkpoint with one tensor, `<module>.weight`, whose float32
+    rows are computed when they are read, in place of the stored tensors (codes, scales and so on) of each
+    quantized matrix. Scales of activations and KV caches are left out; other tensors stay. settings: unused.
+    Raises CheckpointError for tensors that are missing, invalid or do not fit together, and for the layout of
+    a GPU."""
     renamed = {}
     for name, tensor in tensors.items():
         module, dot, part = name.partition(".weight.")

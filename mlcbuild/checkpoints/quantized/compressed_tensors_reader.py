@@ -5,7 +5,7 @@
 | pack-quantized | `weight_packed`: words of codes with 2^(bits - 1) added; `weight_scale`; `weight_shape` |
 | int-quantized | `weight`: int8; `weight_scale` |
 | float-quantized | `weight`: 8-bit floats; `weight_scale` for the tensor, each row or each block |
-| nvfp4-pack-quantized | `weight_packed`: bytes; `weight_scale` for 16 columns, over `weight_global_scale` |
+| nvfp4-pack-quantized | `weight_packed`: bytes; `weight_scale` for 16 columns / `weight_global_scale` |
 | mxfp4-pack-quantized | `weight_packed`: bytes; `weight_scale` for 32 columns, a power of two |
 
 Asymmetric integers have a `weight_zero_point`, packed along the outputs where codes are packed; those with
@@ -50,7 +50,7 @@ class _Integers:
     bits: int
     groups: int
     is_dense: bool
-    """True if the bits of a code may be divided between two words."""
+    """True if the bits of a code may be divided between two words; False: words hold whole codes only."""
 
     def codes(self, reader: RowReader, first: int, count: int) -> Codes:
         packed = self.parts.get("weight_packed")
@@ -86,10 +86,10 @@ class _Integers:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name -> tensor of a compressed-tensors checkpoint with one tensor, `<module>.weight`, in place
-    of the parts of each quantized matrix; other tensors stay. settings: its quantization_config. Raises
-    CheckpointError for parts that are missing or do not fit together, and for unsupported settings.
-    """
+    """Returns name -> tensor of a compressed-tensors checkpoint with one tensor, `<module>.weight`, whose
+    rows are computed when they are read, in place of the parts of each quantized matrix. Scales of
+    activations and KV caches are left out; other tensors stay. settings: its quantization_config. Raises
+    CheckpointError for parts that are missing or do not fit together, and for unsupported settings."""
     form = str(settings.get("format"))
     if form in _REFUSED or settings.get("transform_config"):
         unsupported = f"the format {printable(form)[:40]}" if form in _REFUSED else "a transform_config"
@@ -150,8 +150,8 @@ def _integers(parts: StoredParts) -> _Integers:
 
 def _columns(parts: StoredParts, rows: int) -> int:
     """Returns the number of columns that the tensor weight_shape of a module states. rows: the number of rows
-    it must state. Raises CheckpointError if it states no such number.
-    """
+    it must state. Raises CheckpointError if it states another number of rows, or no number of columns from 1
+    to 2^30."""
     tensor = parts.check("weight_shape", ("I64", "I32"), (2,))
     with Rows() as reader:
         stated_rows, columns = (int(size) for size in reader.elements(tensor, (0, 2)))
@@ -172,11 +172,11 @@ def _check_zeros(matrix: _Integers, scale: Tensor) -> None:
 
 
 def fp4_weight(parts: StoredParts, packed: str, overall: str, *, divides: bool) -> Tensor:
-    """Returns the weight of a module of 4-bit floats in the format NVFP4 or MXFP4. packed: name of the tensor
-    with the codes; overall: name of the tensor with a scale for the whole matrix, which only NVFP4 has:
-    without such a tensor the format is MXFP4; divides: True if scales are divided by it, False if they are
-    multiplied. Raises CheckpointError if a tensor is missing, or has another type or shape.
-    """
+    """Returns the weight of a module of 4-bit floats in the format NVFP4 or MXFP4; its float32 rows are
+    computed when they are read. packed: name of the tensor with the codes; overall: name of the tensor with a
+    scale for the whole matrix, which only NVFP4 has: if the module lacks it, the format is MXFP4; divides:
+    True if scales are divided by it, False if they are multiplied. Raises CheckpointError if a tensor is
+    missing, or has another type or shape."""
     rows, half = parts.matrix(packed)
     parts.check(packed, ("U8",), (rows, half))
     is_wide = parts.get(overall) is None

@@ -1,6 +1,5 @@
 """Reads FP8 checkpoints of DeepSeek, Qwen and Mistral: `weight` is multiplied by `weight_scale_inv` or by
-`weight_scale`.
-"""
+`weight_scale`, which has one scale for the whole matrix, for each row or for each block."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name -> tensor of an FP8 checkpoint with one tensor, `<module>.weight`, in place of each matrix
-    and its scales; other tensors stay. settings: its quantization_config. Raises CheckpointError for parts
-    that are missing or do not fit together, and for unsupported settings.
-    """
+    """Returns name -> tensor of an FP8 checkpoint with one tensor, `<module>.weight`, whose rows are computed
+    when they are read, in place of each matrix and its scales. Scales of activations and KV caches are left
+    out; other tensors stay. settings: its quantization_config. Raises CheckpointError for parts that are
+    missing or do not fit together, and for unsupported settings."""
     block = settings.get("weight_block_size")
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:

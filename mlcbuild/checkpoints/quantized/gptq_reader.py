@@ -30,16 +30,18 @@ _FLOATS = ("F16", "BF16", "F32")
 _WORDS = ("I32", "U32")
 _BITS = (2, 3, 4, 5, 6, 8)
 _FORMATS = {"gptq": 1, "": 1, "gptq_v2": 2}
-"""Value of checkpoint_format in a quantization_config -> version of the GPTQ format."""
+"""Value of checkpoint_format in a quantization_config ("" if absent) -> version of the GPTQ format, 1 or 2.
+Other values are refused."""
 _MODULES, _OUTPUTS = 16, 32
-"""Least number of modules (evenly spaced; all if there are fewer), and largest number of rows of each, whose
-codes are averaged and compared with the average stored zero point, to detect the version of the GPTQ format.
-"""
+"""_MODULES: least number of modules (evenly spaced, at most 31; all if there are fewer), and _OUTPUTS:
+largest number of rows of each, whose codes are averaged and compared with the average stored zero point, to
+detect the version of the GPTQ format."""
 
 
 @dataclass(frozen=True)
 class _Gptq:
-    """The checked tensors of one matrix in GPTQ format: codes, zero points, scales, group indices."""
+    """The tensors of one matrix in GPTQ format: the checked codes, zero points and scales, and the group
+    indices if there are any."""
 
     parts: StoredParts
     bits: int
@@ -70,7 +72,8 @@ class _Gptq:
         return wrapped
 
     def offset(self) -> float:
-        """Returns the mean, over the first rows of a GPTQ matrix, of codes minus stored zero points."""
+        """Returns the mean, over the first 32 rows (outputs) of a GPTQ matrix, of codes minus stored zero
+        points."""
         with Rows() as reader:
             count = min(_OUTPUTS, self.outputs)
             codes, zeros = self.codes(reader, 0, count), self.zeros(0, reader, 0, count)
@@ -78,10 +81,10 @@ class _Gptq:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name -> tensor of a GPTQ checkpoint with one tensor, `<module>.weight`, in place of the parts
-    of each quantized matrix; other tensors stay. settings: its quantization_config. Raises CheckpointError
-    for parts that are missing or do not fit together, and for unsupported settings.
-    """
+    """Returns name -> tensor of a GPTQ checkpoint with one tensor, `<module>.weight`, whose rows are computed
+    when they are read, in place of the parts of each quantized matrix. Scales of activations and KV caches
+    are left out; other tensors stay. settings: its quantization_config. Raises CheckpointError for parts that
+    are missing or do not fit together, and for unsupported settings."""
     named = str(settings.get("checkpoint_format") or "")
     if named not in _FORMATS:
         raise CheckpointError(
