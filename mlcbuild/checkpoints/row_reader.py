@@ -66,10 +66,10 @@ class ParameterSource:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Returns the names of the types of the parameter's stored tensors, such as "F16" or "Q4_0". A tensor
-        counts as F32 if columns of it are selected or if it is read transposed, because no block format can
-        keep its values then, unless it is computed column by column and all of its rows are used.
-        """
+        """Returns the set of the type names of the parameter's stored tensors, such as "F16" or "Q4_0". A
+        tensor of which only some columns are used, or that is read transposed, counts as F32, because no
+        block format can keep its values. The exception is a transposed tensor whose values are computed by
+        columns (`by_columns`) and all of whose rows are used: it keeps its type."""
         parts = self.parts or (None,) * len(self.pieces)
         return frozenset(
             "F32" if part is not None and _is_rearranged(piece, part) else piece.dtype
@@ -81,10 +81,10 @@ class ParameterSource:
 
 
 def _is_rearranged(piece: Tensor, part: Piece) -> bool:
-    """Returns True if a row of a stored tensor is not a row of the parameter, because columns are selected or
-    axes exchanged. A tensor that is computed column by column, and all of whose rows are used, has the
-    parameter's rows in spite of exchanged axes.
-    """
+    """Returns True if rows of a stored tensor are not rows of the parameter, because columns are selected or
+    the tensor is read transposed. The exception, False, is a transposed tensor that is computed by columns
+    (`by_columns`) and all of whose rows are used: its loader returns its columns, which are the parameter's
+    rows."""
     if part.transposed:
         is_whole = part.taken == [*range(part.block)]
         return not (isinstance(piece, ComputedTensor) and piece.by_columns and is_whole)
@@ -140,12 +140,12 @@ class Rows:
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
         """Returns elements [rows, columns] of a stored tensor, or [rows] of a vector, in its stored dtype:
-        bfloat16 as uint16, 8-bit floats as uint8. rows, columns: ranges (start, stop); None: all columns.
-        Raises CheckpointError if the file cannot be read or is too short.
+        bfloat16 as uint16, 8-bit floats as uint8. rows, columns: ranges (start, stop); None: all columns. The
+        tensor must have a plain dtype of safetensors, not one that must be decoded. Raises CheckpointError if
+        the file cannot be read or is too short.
 
         The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
-        other.
-        """
+        other."""
         dtype = element_dtype(tensor.dtype)
         width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
         low, high = columns or (0, width)
@@ -207,10 +207,11 @@ class Rows:
     def _blocks(
         self, piece: PackedTensor | ComputedTensor, order: Piece | None, first: int, count: int
     ) -> Iterator[BlockRows]:
-        """Yields `count` rows of a parameter, from row `first` of its rows in the stored tensor `piece` on,
-        as BlockRows (integer codes [rows, columns] with their scales), perhaps in several parts. order: which
-        rows or columns of the tensor are rows of the parameter; None: all rows, in order.
-        """
+        """Yields `count` rows of a parameter from the stored tensor `piece` as BlockRows (integer codes
+        [rows, columns] with their scales), perhaps in several parts. first: index of the first one among the
+        rows of the parameter that this tensor holds. order: a Piece, which lists the tensor's rows or columns
+        that are rows of the parameter; None: all rows, in order. Raises CheckpointError if the file cannot be
+        read or is too short."""
         if order is None or order.in_order:
             yield self._unpacked(piece, first, count)
         elif order.transposed:
@@ -234,21 +235,21 @@ class Rows:
         return piece.unpack(self, first, count)
 
     def _taken(self, piece: Tensor, ranges: Piece, first: int, out: Array) -> None:
-        """Fills `out`, [rows, ..], with rows of a model's parameter, from the parameter's row `first` on.
-        They are read from the stored tensor `piece`, which has them in another order or among rows of other
-        parameters. ranges: a Piece, which lists the parameter's rows in each block of the tensor's rows.
-        Raises CheckpointError if the file cannot be read or is too short.
-        """
+        """Fills `out`, [rows, ..], with rows of a parameter from the stored tensor `piece`, which has them in
+        another order or among rows of other parameters. first: index of the first one among the rows of the
+        parameter that this tensor holds. ranges: a Piece (a description, not the tensor itself), which lists
+        the parameter's rows in each block of the tensor's rows. Raises CheckpointError if the file cannot be
+        read or is too short."""
         rows = _taken_rows(ranges, first, len(out))
         low, high = int(rows.min()), int(rows.max()) + 1
         _cast(self._rows(piece, low, high - low)[rows - low], out)
 
     def _transposed(self, piece: Tensor, order: Piece, first: int, out: Array) -> None:
-        """Fills `out` with rows of a parameter, from row `first` on, that are stored as columns of the tensor
-        `piece`. The columns from the first to the last of them are read, or whole rows if the tensor must be
-        decoded. order: a Piece, which lists the columns and the rows of the tensor that belong to the
-        parameter. Raises CheckpointError if the file cannot be read or is too short.
-        """
+        """Fills `out` with rows of a parameter that are stored as columns of the tensor `piece`. first: index
+        of the first one among the rows of the parameter that this tensor holds. The columns from the first to
+        the last of them are read, or whole rows if the tensor must be decoded. order: a Piece (a description,
+        not the tensor itself), which lists the tensor's columns and rows that belong to the parameter. Raises
+        CheckpointError if the file cannot be read or is too short."""
         width = piece.shape[1]
         columns = _indices(order.columns or ((0, width, 1),))
         done = 0
@@ -262,9 +263,9 @@ class Rows:
 
     def _lines(self, piece: Tensor, order: Piece, matrix: int, low: int, high: int) -> Array:
         """Returns columns low..high-1 of one matrix in a stored tensor, each as a row of the result, in the
-        stored dtype if that is float32, float16 or bfloat16 (as uint16), else in float32. order: lists the
-        rows of the matrix that belong to the parameter; matrix: index of the matrix in a stack.
-        """
+        stored dtype if that is float32, float16 or bfloat16 (as uint16), else in float32. order: a Piece,
+        which lists the matrix's rows that belong to the parameter; matrix: index of the matrix in a stack.
+        Raises CheckpointError if the file cannot be read or is too short."""
         base, selected = matrix * order.block, np.array(order.taken)
         if isinstance(piece, ComputedTensor) and piece.by_columns:
             return piece.load(self, matrix * piece.shape[1] + low, high - low)[:, selected]
@@ -338,9 +339,8 @@ def _mapped(tensor: Tensor, offset: int, shape: tuple[int, int], dtype: np.dtype
 
 
 def _row_bytes(tensor: Tensor) -> int:
-    """Returns the number of bytes in one row of a stored tensor. A stack of matrices has the rows of all of
-    them.
-    """
+    """Returns the number of bytes in one row (along the last axis) of a stored tensor, or in one element of a
+    vector."""
     return (
         tensor.size // (math.prod(tensor.shape[:-1]) or 1)
         if len(tensor.shape) > 1
@@ -349,9 +349,9 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _taken_rows(ranges: Piece, first: int, count: int) -> NDArray[np.intp]:
-    """Returns the row indices, in a stored tensor, at which a parameter's rows first..first+count-1 are.
-    ranges: a Piece, which lists the parameter's rows within each block of the tensor's rows.
-    """
+    """Returns the row indices, in a stored tensor, of rows first..first+count-1 among those rows of a
+    parameter that the tensor holds. ranges: a Piece, which lists the parameter's rows within each block of
+    the tensor's rows."""
     selected = np.array(ranges.taken)
     blocks, places = np.divmod(np.arange(first, first + count), len(selected))
     rows: NDArray[np.intp] = blocks * ranges.block + selected[places]
@@ -373,9 +373,9 @@ def _cast(raw: Array, out: Array) -> None:
 
 
 def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """Yields (index of a stored tensor, first row in the tensor, part of `out` to fill) for the tensors that
-    hold a parameter's rows from row `start` on, until `out` is full or the parameter ends.
-    """
+    """Yields (index of a stored tensor, first row, part of `out` to fill) for the tensors that hold a
+    parameter's rows from row `start` on, until `out` is full or the parameter ends. The first row is counted
+    among those rows of the parameter that the tensor holds."""
     done = 0
     for number, first, count in _ranges(source, start, start + out.shape[0]):
         yield number, first, out[done : done + count]
@@ -383,9 +383,9 @@ def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[in
 
 
 def _ranges(source: ParameterSource, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (index of a stored tensor, first row in the tensor, number of rows) for the tensors that hold
-    rows start..stop-1 of a parameter; rows beyond its end are left out.
-    """
+    """Yields (index of a stored tensor, first row, number of rows) for the tensors that hold rows
+    start..stop-1 of a parameter; rows beyond its end are left out. The first row is counted among those rows
+    of the parameter that the tensor holds."""
     base = 0
     for number, count in enumerate(source.counts):
         first, last = max(start, base), min(stop, base + count)

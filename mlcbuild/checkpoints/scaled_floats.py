@@ -22,9 +22,8 @@ _BLOCK = (128, 128)
 """Rows and columns of a block of weights that share a scale, where quantization_config states no size;
 DeepSeek and Qwen use these."""
 _HALF_EXPONENTS = {"F8_E4M3": (-15, 7), "F8_E5M2": (-8, 0)}
-"""Dtype of 8-bit floats -> the least and the greatest exponent of a power-of-two scale with which the product
-of the scale and any such float is a float16.
-"""
+"""Name of an 8-bit float dtype in safetensors -> the least and the greatest exponent of a power-of-two scale
+with which the product of the scale and any such float is a float16."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class _Scaled:
 
 def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: int, last: int) -> Floats:
     """Returns rows first..last-1 of a tensor that holds one scale for each block of a matrix, as float32
-    [last - first, blocks along a row]. grid: numbers of blocks along the matrix's columns and rows.
-    """
+    [last - first, blocks along a row]. grid: (number of blocks from top to bottom of the matrix, number of
+    blocks along a row)."""
     if grid == (1, 1):
         return whole(reader, scale).reshape(1, 1)
     return reader.values(scale, first, last - first).reshape(-1, grid[1])
@@ -61,13 +60,13 @@ def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: 
 
 def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTensor:
     """Returns the weight matrix of a module: 8-bit floats multiplied by the scales in the module's stored
-    tensor `scale`, such as "weight_scale". Its float32 rows are computed when they are read.
+    tensor `scale`, such as "weight_scale". Its float32 rows are computed when they are read; the scales are
+    also read at once, to choose its type.
 
     The shape of the scales tells whether one counts for the whole matrix, for a row, or for a block of
     weights. block: the rows and columns of a block, as quantization_config states them; None if it does not:
-    128 and 128. Raises CheckpointError if a tensor is missing, or has another type or shape, or `block` is
-    not two positive integers.
-    """
+    128 and 128. Raises CheckpointError if a tensor is missing, unreadable, or has another type or shape, or
+    `block` is not two positive integers."""
     rows, columns = parts.matrix("weight")
     weight = parts["weight"]
     if weight.dtype not in FLOATS:
@@ -111,10 +110,9 @@ def _block_sizes(
 
 
 def _kind(matrix: _Scaled) -> str:
-    """Returns the name of a type that stores all weights of a matrix of scaled 8-bit floats unchanged: "F16"
-    if each of the matrix's stored scales is a power of two in the range that keeps weights float16 numbers,
-    else "F32".
-    """
+    """Reads the scales of a matrix of scaled 8-bit floats, and returns the name of a type that stores all
+    weights unchanged: "F16" if each scale is a power of two in the range that keeps weights float16 numbers,
+    else "F32". Raises CheckpointError if the file cannot be read or is too short."""
     limits = _HALF_EXPONENTS.get(matrix.weight.dtype)
     if limits is None:
         return "F32"

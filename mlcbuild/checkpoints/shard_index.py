@@ -13,9 +13,8 @@ from mlcbuild.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 64 << 20
-"""Maximum size in bytes of the index of a sharded checkpoint (model.safetensors.index.json). It has a line
-for each tensor; large checkpoints have about 100,000.
-"""
+"""Maximum size in bytes of the index of a sharded checkpoint (model.safetensors.index.json); a larger one is
+refused. It has a line for each tensor; large checkpoints have about 100,000."""
 OTHER_KINDS = ("adapter", "consolidated")
 """Prefixes of names of safetensors files that are ignored where a directory has neither model.safetensors nor
 its index: they hold other contents, or the same weights under other names.
@@ -24,10 +23,9 @@ its index: they hold other contents, or the same weights under other names.
 
 def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     """Returns the names of the safetensors files with a checkpoint's weights, and the index (tensor name ->
-    file name) or None. The files are model.safetensors or, without it, those that
-    model.safetensors.index.json lists or, without an index, all others but adapter* and consolidated*. Raises
-    CheckpointError if there are none, or the index is invalid.
-    """
+    file name) or None if the names are not from an index. The files are model.safetensors or, without it,
+    those that model.safetensors.index.json lists or, without an index, all others but adapter* and
+    consolidated*. Raises CheckpointError if there are none, or the index is invalid."""
     if (root / SINGLE).is_file():
         return [SINGLE], None
     if (root / INDEX).is_file():
@@ -73,9 +71,9 @@ def index_faults(
 ) -> list[str]:
     """Returns an error message for each tensor that is not in the file that the index names, and for each
     that the index lacks; [] if there is none, or no index. path: the index file; tensors: name -> tensor, for
-    all that the files hold; reason: function from a tensor's name to why the index may be wrong about it, or
-    None if it may not. The converter of safetensors lists a tied output matrix, which it does not store.
-    """
+    all that the files hold. reason: function from a tensor's name to the reason why the index may be wrong
+    about it, for which the tensor gets no message, or to None. For example, the converter of safetensors
+    lists a tied output matrix that it does not store."""
     if index is None:
         return []
     problems = [

@@ -22,13 +22,12 @@ class PackedTensor(Tensor):
     """A tensor of a checkpoint that must be decoded: its bytes are not rows of a NumPy dtype in order."""
 
     decode: Callable[[NDArray[np.uint8], NDArray[np.float32]], None]
-    """Function that writes the float32 values of rows of the tensor, passed as bytes, uint8 [rows, bytes of a
-    row], to an array [rows, columns].
-    """
+    """Function (stored bytes, out) that decodes rows of the tensor: it writes their float32 values to `out`,
+    an array [rows, columns]. The stored bytes are an array uint8 [rows, bytes of a row]."""
     interleaved_heads: int = 0
-    """Number of attention heads whose rows i and i + dim/2 are stored side by side, as GGUF files do; 0 if
-    the tensor's rows are in order.
-    """
+    """Number of attention heads whose rows are stored in the order of GGUF files: within each head of `dim`
+    rows, rows i and i + dim/2 are stored side by side. Reading restores the order; 0: the rows are in
+    order."""
     unpack: Callable[[NDArray[np.uint8]], BlockRows] | None = None
     """Function from rows of the tensor, passed as bytes, uint8 [rows, bytes of a row], to their integer codes
     and scales (a BlockRows), not dequantized; None: the tensor is not quantized.
@@ -41,13 +40,12 @@ class ComputedTensor(Tensor):
 
     load: Callable[[RowReader, int, int], NDArray[np.float32]]
     """Function from (reader of the checkpoint's files, first row, number of rows) to float32 rows of the
-    tensor, [number, columns], or [number] for a vector. The rows of a stack of matrices follow each other.
-    """
+    tensor, [number, columns], or [number] for a vector; columns take the place of rows if `by_columns` is
+    set. The rows of a stack of matrices follow each other."""
     unpack: Callable[[RowReader, int, int], BlockRows] | None = None
-    """Function from (reader of the checkpoint's files, first row, number of rows) to these rows of the
-    tensor, not dequantized: a BlockRows with integer codes [rows, columns] and a scale for each group of
-    columns. None: the tensor has no quantized form.
-    """
+    """Function from (reader of the checkpoint's files, first row, number of rows) to these rows of the tensor
+    (columns, if `by_columns` is set), not dequantized: a BlockRows with integer codes [rows, columns] and a
+    scale for each group of columns. None: the tensor has no quantized form."""
     by_columns: bool = False
     """True if the functions `load` and `unpack` of this tensor receive a first column and a number of columns
     in place of rows, and return each column as a row.
@@ -69,12 +67,12 @@ class RowReader(Protocol):
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
         """Returns elements [rows, columns] of a stored tensor, or [rows] of a vector, in its stored dtype:
-        bfloat16 as uint16, 8-bit floats as uint8. rows, columns: ranges (start, stop); None: all columns.
-        Raises CheckpointError if the file cannot be read or is too short.
+        bfloat16 as uint16, 8-bit floats as uint8. rows, columns: ranges (start, stop); None: all columns. The
+        tensor must have a plain dtype of safetensors, not one that must be decoded. Raises CheckpointError if
+        the file cannot be read or is too short.
 
         The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
-        other.
-        """
+        other."""
         ...
 
 

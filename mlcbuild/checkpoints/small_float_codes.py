@@ -23,9 +23,9 @@ _TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.
 Minus zero becomes 0.
 """
 _HALVES = np.ldexp(np.float32(1), np.arange(256) - 128)
-"""Byte of a power-of-two scale (E8M0) -> half of the scale's value, which is exact in float32. Byte 255 is
-not treated as NaN: such weights become infinite or huge, and are refused where weights are stored.
-"""
+"""Byte of a power-of-two scale (E8M0) -> half of the scale's value, exact in float32, to be multiplied by
+codes that are decoded to twice their value. Byte 255 is not treated as NaN: such weights become infinite or
+huge, and are refused where weights are stored."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class Fp4Matrix:
 
     def _scales(self, reader: RowReader, first: int, count: int) -> Floats:
         """Returns half of each scale in `count` rows of a matrix of 4-bit floats, from row `first` on:
-        float32 [count, groups]. The scales are halved because codes are decoded to twice their value.
-        """
+        float32 [count, groups]. Scales of NVFP4 are multiplied or divided by the scale of the whole matrix,
+        too. They are halved because codes are decoded to twice their value. Raises CheckpointError if the
+        file cannot be read or is too short."""
         raw = reader.elements(self.scale, (first, first + count))
         if self.overall is None:
             return _HALVES.take(raw)
@@ -71,8 +72,8 @@ class Fp4Matrix:
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
         """Returns `count` rows of a matrix of 4-bit floats, from row `first` on, as float32 weights [count,
-        columns]. reader: reads the checkpoint's files.
-        """
+        columns]. reader: reads the checkpoint's files. Raises CheckpointError if one cannot be read or is too
+        short."""
         rows: Floats = _TWICE.take(self._codes(reader, first, count)).astype(np.float32)
         groups = rows.reshape(count, -1, self.group)
         with np.errstate(all="ignore"):
@@ -82,6 +83,5 @@ class Fp4Matrix:
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
         """Returns `count` rows of an MXFP4 matrix from row `first` on, not dequantized: int8 codes [count,
         columns], which are twice the 4-bit floats, and half of each scale, float32 [count, groups of
-        columns].
-        """
+        columns]. Raises CheckpointError if the file cannot be read or is too short."""
         return BlockRows(_TWICE.take(self._codes(reader, first, count)), self._scales(reader, first, count))

@@ -1,6 +1,6 @@
-"""Checks the names, shapes and types of the tensors in which a quantized checkpoint stores one matrix, and
-raises CheckpointError for wrong ones.
-"""
+"""Replaces the tensors in which a quantized checkpoint stores one matrix (codes, scales and so on) by one
+tensor that is computed when it is read, and checks their names, shapes and types; wrong ones raise
+CheckpointError."""
 
 from __future__ import annotations
 
@@ -51,10 +51,9 @@ class StoredParts:
         return self.tensors.get(part)
 
     def fault(self, message: str) -> CheckpointError:
-        """Returns the error to raise if a module's stored tensors are wrong. message: continues a sentence
-        about the module, and may end with a remedy after a semicolon; the default remedy is to fetch the
-        checkpoint again.
-        """
+        """Returns, but does not raise, a CheckpointError for wrong stored tensors of a module. message:
+        continues a sentence about the module, and may end with a remedy after a semicolon; the default remedy
+        is to fetch the checkpoint again."""
         path = next(iter(self.tensors.values())).path
         remedy = "" if ";" in message else "; fetch the checkpoint again"
         return CheckpointError(
@@ -75,10 +74,10 @@ class StoredParts:
         return tensor
 
     def matrix(self, part: str) -> tuple[int, int]:
-        """Returns (rows, columns) of a matrix among the stored tensors of one module of a model, such as
-        model.layers.0.mlp.down_proj. part: last part of the tensor's name, such as "qweight". Raises
-        CheckpointError if the tensor is missing, empty, or not a matrix.
-        """
+        """Returns the shape (rows, columns), as stored and perhaps packed, of a matrix among the stored
+        tensors of one module of a model, such as model.layers.0.mlp.down_proj. part: last part of the
+        tensor's name, such as "qweight". Raises CheckpointError if the tensor is missing, empty, or not a
+        matrix."""
         tensor = self[part]
         if len(tensor.shape) != 2 or not all(tensor.shape):
             raise self.fault(f"must have a matrix as its {part}, found the shape {list(tensor.shape)}")
@@ -97,10 +96,10 @@ class StoredParts:
         when they are read.
 
         shape: the tensor's shape. load: function from (reader of the checkpoint's files, first row, number of
-        rows) to float32 rows. kind: the tensor type, such as "Q4_0", that holds the values exactly and whose
-        codes and scales `unpack` returns (see `FORMATS` of quant/as_is.py); "F32" if no type does. note: a
-        remark for the log; for "F32" it is supplemented by the fact that no smaller format holds the values.
-        """
+        rows) to float32 rows. kind: the tensor type, such as "Q4_0", that holds the values exactly (see
+        `FORMATS` of quant/as_is.py); "F32" if no type does. unpack: function like `load`, but to a BlockRows,
+        the codes and scales of type `kind`; None: there are none. note: a remark for the log; for "F32" it is
+        supplemented by the fact that no smaller format holds the values."""
         if kind == "F32":
             note = f"{note}; {_ONLY_FLOAT32}" if note else _ONLY_FLOAT32
         first = next(iter(self.tensors.values()))

@@ -52,10 +52,9 @@ def read_tensors(root: Path) -> dict[str, Tensor]:
 
 
 def read_file(path: Path) -> list[Tensor]:
-    """Returns the tensors of one file that torch.save wrote. Raises CheckpointError for a file that is
-    missing, unreadable, damaged, written by PyTorch before 1.6 or with big-endian numbers, or has objects
-    other than tensors.
-    """
+    """Returns a list of the tensors in one file that torch.save wrote. Raises CheckpointError for a file that
+    is missing, unreadable, damaged, written by PyTorch before 1.6 or with big-endian numbers, or has objects
+    other than tensors."""
     try:
         with regular.open_file(path) as file:
             return _tensors(path, file)

@@ -15,9 +15,10 @@ from typing import Any
 from mlcbuild_format.fields import printable
 
 MOST_OPCODES = 1_000_000
-"""Maximum number of opcodes of a pickle that are executed; a pickled tensor takes about 35."""
+"""Maximum number of opcodes of a pickle that are executed; a pickle with more is refused. A pickled tensor
+takes about 35."""
 LARGEST = 32 << 20
-"""Maximum size in bytes of the pickle in a PyTorch file."""
+"""Maximum size in bytes of the pickle in a PyTorch file; a larger one is refused."""
 
 _TYPED_STORAGES: Mapping[str, str] = {
     "DoubleStorage": "F64",
@@ -74,7 +75,8 @@ class PickledStorage:
 
 @dataclass(frozen=True)
 class PickledTensor:
-    """A tensor as the pickle in a PyTorch file describes it: its storage, dtype, shape and strides."""
+    """A tensor as the pickle in a PyTorch file describes it: its storage, dtype, shape, and offset and
+    strides in elements."""
 
     storage: PickledStorage
     dtype: str

@@ -16,7 +16,8 @@ _MEMBER, _LOCAL = b"PK\1\2", b"PK\3\4"
 _LONGEST_TAIL = 22 + 0xFFFF
 """Maximum size in bytes of a zip file's end record, whose comment has at most 65,535 bytes."""
 LARGEST_DIRECTORY = 8 << 20
-"""Maximum size in bytes of a central directory; a PyTorch file needs about 100 bytes for each tensor."""
+"""Maximum size in bytes of a central directory; a zip file with a larger one is refused. A PyTorch file needs
+about 100 bytes for each tensor."""
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 """Values of 16-bit and 32-bit fields of a zip file that mean: the number is in a zip64 record."""
 
@@ -34,7 +35,7 @@ class Member:
     header: int
     """Offset in bytes of the member's local header in the zip file."""
     size: int
-    """Size of the zip file's member in bytes."""
+    """Size in bytes of the zip file's member when it is not compressed."""
     is_plain: bool
     """True if the zip file's member is stored uncompressed and unencrypted."""
 
@@ -104,8 +105,7 @@ def _wide_directory(file: BinaryIO, tail: bytes, at: int) -> tuple[int, int, int
 
 def _zip64(extra: bytes) -> tuple[int, ...]:
     """Returns the 64-bit integers (sizes and offsets) in the zip64 field among a zip member's extra fields,
-    whose bytes are passed; () if there is none.
-    """
+    whose bytes are passed; () if there is none. Incomplete integers at the field's end are ignored."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)

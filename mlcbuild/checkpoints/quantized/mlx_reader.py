@@ -26,7 +26,8 @@ _USED = ("weight", "scales", "biases")
 
 @dataclass(frozen=True)
 class _Affine:
-    """The checked tensors of one matrix in MLX's format: codes, scales, biases."""
+    """The checked tensors of one matrix in MLX's format (codes, scales, biases), and the number of bits of a
+    code."""
 
     weight: Tensor
     scale: Tensor
@@ -45,10 +46,10 @@ class _Affine:
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns name -> tensor of an MLX checkpoint with one tensor, `<module>.weight`, in place of the parts
-    of each quantized matrix; other tensors stay. settings: its quantization_config, in which an object under
+    of each quantized matrix; it is dequantized when its rows are read. Scales of activations and KV caches
+    are left out, other tensors stay. settings: the checkpoint's quantization_config, in which an object under
     a module's name overrides bits and group_size. Raises CheckpointError for parts that are missing or do not
-    fit together, and for unsupported settings.
-    """
+    fit together, and for unsupported settings."""
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:
         module_settings = settings.get(parts.module)

@@ -18,9 +18,9 @@ _USED = ("weight", "weight_scale", "weight_scale_2")
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns name -> tensor of a Model Optimizer checkpoint with one tensor, `<module>.weight`, in place of
-    the parts of each quantized matrix; other tensors stay. settings: unused. Raises CheckpointError for parts
-    that are missing or do not fit together.
-    """
+    the parts of each quantized matrix; it is dequantized when its rows are read. Scales of activations and KV
+    caches are left out, other tensors stay. settings: unused. Raises CheckpointError for parts that are
+    missing or do not fit together."""
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:
         others = {part: item for part, item in parts.tensors.items() if part not in _USED}

@@ -17,11 +17,10 @@ _GROUP = 32
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name -> tensor for an MXFP4 checkpoint, in which each pair of stored tensors NAME_blocks
-    (codes) and NAME_scales, of the matrices of all experts, is replaced by one dequantized tensor NAME
-    [experts, inputs, outputs]; other tensors stay. settings: unused. Raises CheckpointError if one of a pair
-    is missing or they do not fit together.
-    """
+    """Returns name -> tensor for an MXFP4 checkpoint with one tensor NAME [experts, inputs, outputs], the
+    matrices of all experts, in place of each pair of stored tensors NAME_blocks (codes) and NAME_scales; it
+    is dequantized when it is read. Scales of activations and KV caches are left out, other tensors stay.
+    settings: unused. Raises CheckpointError if one of a pair is missing or they do not fit together."""
     endings = ("_blocks", "_scales")
     marks = {name.rpartition(".")[2] for name in tensors if name.endswith(endings)}
 
