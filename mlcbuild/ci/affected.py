@@ -30,13 +30,12 @@ affects every variant.
 
 
 def changed(directory: Path, revisions: str) -> frozenset[Path]:
-    """Returns the absolute paths of files that differ between two Git commits, including deleted files and,
-    for a symbolic link, the path to which it points.
+    """Returns the absolute paths of files that differ between two Git commits, including deleted files; for a
+    symbolic link, both its own path and the path to which it points.
 
     directory: inside the repository. revisions: an argument of `git diff`: `main...HEAD`, `HEAD~3..HEAD`, or
     one commit, which is compared with the working tree. Raises UsageError if it starts with "-" or git fails,
-    SetupError if git is not installed.
-    """
+    SetupError if git is not installed."""
     if revisions.startswith("-"):
         raise UsageError(f"--affected-by {revisions}: write a range of commits, for example main...HEAD")
     top = _git(directory, "rev-parse", "--show-toplevel").removesuffix("\n")
@@ -100,9 +99,9 @@ class _Search:
 
 def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
     """Returns the files of a source directory that changed, as paths relative to the directory. files:
-    absolute paths of all changed files, submodules and links. For a checkpoint, whose whole directory is an
-    input, deleted files are included.
-    """
+    absolute paths of all changed files, submodules and links. For a checkpoint (a source whose name starts
+    with fetch/), whose whole directory is an input, deleted files are included. All files count as changed if
+    the directory itself, or one above it, is such a submodule or link."""
     root = source.root.resolve()
     # Git lists a submodule, and a link to a directory, as one path; then every file below may have changed.
     is_replaced = not files.isdisjoint((root, *root.parents))
@@ -119,9 +118,8 @@ def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
 
 
 def _preset(name: str) -> Path | None:
-    """Returns the path of a target preset's file in a checkout of mlcbuild; None if mlcbuild is installed
-    without a checkout.
-    """
+    """Returns the path of a target preset's file in a checkout of mlcbuild; None if there is no such file, as
+    in an mlcbuild that is installed without a checkout."""
     path = Path(targets.__file__).resolve().parent.parent.parent / "targets" / f"{name}.yaml"
     return path if path.is_file() else None
 
@@ -140,7 +138,8 @@ def _code(module: str) -> tuple[Path, ...]:
 
 
 def _steps(graph: Graph, last: str) -> list[Step]:
-    """Returns the step called `last` and all its direct and indirect dependencies."""
+    """Returns a list of the step called `last` and all its direct and indirect dependencies, sources
+    excepted, each once; the list starts with `last`."""
     steps: dict[str, Step] = {}
     pending = [graph.resolve(last)]
     while pending:

@@ -13,7 +13,7 @@ from mlcbuild.reports.report import counts
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog, speeds
 
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Matches a character that XML 1.0 cannot represent, escaped or not."""
+"""Matches a character that XML 1.0 cannot contain, not even as a character reference such as &#1;."""
 
 
 def junit(log: RunLog) -> str:
@@ -120,7 +120,7 @@ def _size(count: int | None) -> str:
 
 def _cell(text: str) -> str:
     """Returns text escaped for a cell of a Markdown table, so that none of it is read as Markdown or HTML.
-    White space, also between lines, becomes single spaces."""
+    White space, also between lines, becomes single spaces; at both ends it is removed."""
     escaped = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_|\[\]])", r"\\\1", escaped)
 

@@ -45,7 +45,7 @@ class CiJob:
     step is not built, and for a job that builds a shard.
     """
     reason: str
-    """The reason why the CI job has work to do; "" if it has none."""
+    """The reason why the CI job has work to do; "" if it has none, and for a job that builds a shard."""
     arguments: str
     """Arguments with which the CI job calls `mlcbuild run`, quoted for a shell."""
 
@@ -56,7 +56,8 @@ class Command:
 
     recipe: str
     settings: tuple[str, ...] = ()
-    """The `--set` options of the command line, which override variables of the recipe."""
+    """The `--set` options of the command line, each as the text NAME=VALUE, which override variables of the
+    recipe."""
     allow_outside: bool = False
 
     def arguments(self, *more: str) -> str:
@@ -72,13 +73,11 @@ class Matrix:
     command: Command
     """The parts of the command line that all generated CI jobs share."""
     shards: int | None = None
-    """Number of CI jobs (shards of the build) that share all work; None: one job for each variant of the
-    recipe.
-    """
+    """Maximum number of CI jobs (shards of the build) that share all work; there are no more jobs than
+    variants with work. None: one job for each variant of the recipe."""
     labels: tuple[str, ...] = ()
-    """Pairs TARGET=RUNNER of a recipe's target and the label of the CI runner for it; * stands for all
-    targets.
-    """
+    """Texts TARGET=RUNNER, each with the name of a recipe's target and the label of the CI runner for it; the
+    target * stands for all targets."""
     all: bool = False
     """True if the generated CI jobs include those of the recipe's variants (combinations of model,
     quantization and target) whose bundles are already built.
@@ -115,8 +114,8 @@ def runner(target: Target, labels: Mapping[str, str]) -> str:
 
 def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
     """Returns name of a build step -> reason, in the form "NAME: REASON", for each step that needs work. A
-    step whose inputs are not built yet gets the reason of the first of its direct dependencies that needs
-    work."""
+    step whose inputs are not built yet gets the text of the first of its direct dependencies that needs work;
+    NAME is then the dependency that must run first."""
     reasons: dict[str, str] = {}
     for planned in plan.steps:
         if planned.state == "run":
@@ -162,7 +161,7 @@ def shards(
 ) -> list[CiJob]:
     """Returns CI jobs that share the work of building the variants `products` of a recipe: `count` jobs, but
     at most one for each variant. They run on the CI runner that `labels` states for all targets, `*`, or else
-    on a hosted Linux runner."""
+    on a hosted Linux runner; labels of single targets are ignored."""
     count = min(count, len(products))
     only = [word for product in products for word in ("--only", product.variant.name)]
     label = labels.get(ANY, OTHER)
@@ -174,7 +173,7 @@ def shards(
 
 def github(jobs: Iterable[CiJob]) -> str:
     """Returns CI jobs as one line of JSON, an object with the list of jobs under "include". A GitHub workflow
-    writes it to $GITHUB_OUTPUT behind a name of its own, and reads it with fromJSON as its `matrix`."""
+    appends it to $GITHUB_OUTPUT as NAME=JSON, and reads it with fromJSON as its `matrix`."""
     return json.dumps({"include": [asdict(job) for job in jobs]}, ensure_ascii=False)
 
 
@@ -203,5 +202,4 @@ def gitlab(jobs: Sequence[CiJob]) -> str:
 
 _INSTALL = 'eval "${MLCBUILD_INSTALL:-}"'
 """Shell command that installs mlcbuild on a CI runner: it executes the text of $MLCBUILD_INSTALL, which the
-user sets for GitLab's pipeline template.
-"""
+user sets for GitLab's pipeline template; without this variable it does nothing."""

@@ -25,12 +25,11 @@ def run(
     """Executes the phases of one machine's share (shard) of a build, one after the other, and returns one
     result for all. phases: for each phase the names of its build steps, or None for all steps.
 
-    sharing: function that opens the store with its remote caches; it is called for each phase, since other
-    machines add results to these caches meanwhile. After a failure, a phase runs only with
-    `options.keep_going`, and skips the steps that depend on failed ones; after an interruption, none runs.
-    Raises UsageError for an unknown step name, SourceError for an unreadable source, and StoreError when the
-    store cannot be used.
-    """
+    sharing: function without arguments that returns a Sharing, the store with its remote caches; it is called
+    for each phase, since other machines add results to these caches meanwhile. After a failure, a phase runs
+    only with `options.keep_going`, and skips the steps that depend on failed ones; after an interruption,
+    none runs. Raises UsageError for an unknown step name, SourceError for an unreadable source, and
+    StoreError when the store cannot be used."""
     total, force = RunResult((), 0.0), graph.match(options.force)
     for turn in phases:
         failed = {step.name for step in total.steps if step.status in ("failed", "skipped")}
@@ -54,9 +53,9 @@ def run(
 
 
 def joined(before: RunResult, after: RunResult) -> RunResult:
-    """Merges the results of two consecutive runs of a shard (one machine's share of a build) into one. Their
-    durations are added. A step of both runs has the later result, unless the later run only reused what the
-    first had built."""
+    """Merges the results of two consecutive runs of a shard (one machine's share of a build) into a new one.
+    Their durations are added. A step of both runs has the later result, unless the later run only reused what
+    the first had built or reused: then it has the first."""
     first = {step.name: step for step in before.steps}
     return RunResult(
         (*_later(first, after.steps), *first.values()),

@@ -49,7 +49,7 @@ TRIFLE = 2_000
 until another machine has done it."""
 FORMAT = "mlcbuild-durations/1"
 _LARGEST = 64 << 20
-"""Maximum size in bytes of a file of step durations."""
+"""Maximum size in bytes of a file of step durations; a larger one is refused."""
 _TRIED = 16
 """Maximum number of thresholds that are tried for dividing a build among machines. A threshold is a duration
 of a build step: all final steps (on which no other step depends) that share a step at least that long go to
@@ -71,7 +71,7 @@ class StepShard:
     """
     milliseconds: int
     """Expected milliseconds of work of this shard (one machine's share of a build) if no store holds any
-    result."""
+    result: its final steps and all of their dependencies, even those that other shards build, too."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def parse(text: str) -> tuple[int, int]:
 
 def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str, int]) -> Split:
     """Divides build steps and their dependencies into `count` shards (shares of the build, one for each
-    machine), and returns a Split. only: names of steps in the graph; () means all steps.
+    machine), and returns a Split. count: at least 1; a shard may be empty. only: names of steps in the graph;
+    () means all steps.
 
     durations: name of a step -> milliseconds; a step that is missing there gets an estimate. The result is
-    deterministic.
-    """
+    deterministic."""
     chosen = [graph.resolve(name) for name in only]
     needed = graph.closure(chosen) if chosen else frozenset(graph.nodes)
     steps = [step for step in graph.steps() if step.name in needed]
@@ -152,13 +152,13 @@ class _Dealt:
     neither a store nor another shard had any result. A step that several shards need is in each of their
     sets."""
     loads: list[int]
-    """For each shard (one machine's share of a build), the sum of the durations of its steps in milliseconds.
-    """
+    """For each shard (one machine's share of a build), the sum in milliseconds of the durations of all steps
+    in its set `held`, including dependencies that other shards hold, too."""
 
 
 def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
     """Returns name of a build step -> names of the step and of all its direct and indirect dependencies among
-    `steps`, in which each step comes after those on which it depends."""
+    `steps`. steps: ordered so that each one comes after those on which it depends."""
     closures: dict[str, frozenset[str]] = {}
     for step in steps:
         closures[step.name] = frozenset((step.name,)).union(
@@ -237,8 +237,8 @@ def _deal(
 
 
 def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozenset[str]]) -> dict[str, int]:
-    """Returns name of a build step -> index of the shard (one machine's share of the build) that builds the
-    step: the shard in which most steps, itself included, need it; of equal ones the first."""
+    """Returns name of a build step -> index, from 0, of the shard (one machine's share of the build) that
+    builds the step: the shard in which most steps, itself included, need it; of equal ones the first."""
     uses: dict[str, list[int]] = {}
     for index, remote_names in enumerate(dealt.held):
         for name in remote_names:
@@ -255,8 +255,7 @@ def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozens
 
 def place(recipe: Path) -> Path:
     """Returns the path of the file with the durations of a recipe's steps, which users commit together with
-    the recipe: RECIPE.durations.json for RECIPE.yaml.
-    """
+    the recipe: RECIPE.durations.json for RECIPE.yaml or RECIPE with any other suffix."""
     return recipe.with_suffix(".durations.json")
 
 
