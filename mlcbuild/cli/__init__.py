@@ -266,7 +266,7 @@ VERBS: dict[str, Verb] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line, which only prints help; `verb_parser` parses."""
+    """Returns a parser of all verbs for --help, --version and completion; `verb_parser` parses verbs."""
     top = argparse.ArgumentParser(
         prog="mlcbuild",
         description="Builds LLM artifacts from a recipe: models x quantizations x targets.",
@@ -299,8 +299,8 @@ def _configure(one: argparse.ArgumentParser, verb: Verb) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code. argv: the arguments after the program's name; None:
     those of this process. An exception becomes an error message on stderr, and its kind determines the code
-    (1 for a defect); a traceback is printed only of a defect, if MLCBUILD_DEBUG is set. If the reader of
-    standard output has closed it, there is no message, and the code is 0, or 1 for `run`."""
+    (1 for a defect, with a traceback if MLCBUILD_DEBUG is set). If standard output cannot be written, the
+    code is 1; if its reader has closed it, there is no message, and the code is 0, or 1 for `run`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     standard_streams.open_closed()
     try:
@@ -364,8 +364,8 @@ def _unknown(name: str, rest: Sequence[str]) -> str:
 
 
 def _is_unusable_path(error: Exception) -> bool:
-    """Returns True for the error of a path that is too long, or that may not be examined, such as one of the
-    command line."""
+    """Returns True for an OSError about a path that is too long or that this process may not access, such as
+    a path on the command line."""
     if not isinstance(error, OSError) or error.filename is None:
         return False
     return error.errno in (errno.EACCES, errno.ENAMETOOLONG)

@@ -18,10 +18,9 @@ from mlcbuild.errors import UsageError
 
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 PER_CLIENT, OPEN_REQUESTS = 8, 100
-"""Default numbers of requests in a load test without a stated number or duration: of each client in a closed
-loop, where a client sends a request after the answer to the one before, and of all requests in an open loop,
-where nobody waits for answers.
-"""
+"""Default numbers of requests in a load test without a stated number or duration: PER_CLIENT of each client
+in a closed loop, where a client sends a request after the answer to the one before, and OPEN_REQUESTS in all
+in an open loop, where nobody waits for answers."""
 
 _OF_LOADS = (
     "clients",
@@ -35,7 +34,8 @@ _OF_LOADS = (
     "slo",
     "plot",
 )
-"""Names of parsed options that only a load test of a server has, among those whose default is empty."""
+"""Names of parsed options that only `bench serve`, the load test of a server, accepts: when a bundle is
+measured, one of them that is not empty or false is refused. Options with another default are not listed."""
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -122,9 +122,9 @@ def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
 
 
 def _slo(listed: Sequence[str]) -> dict[str, float]:
-    """Parses the --slo options, such as "ttft=0.5", into metric -> limit in seconds; of several for a metric
-    the last counts. Raises UsageError for any other text, an unknown metric, and a limit that is not between
-    0 and 1e9."""
+    """Parses the --slo options, such as "ttft=0.5", into metric ("ttft", "tpot" or "e2e") -> limit in
+    seconds; of several for a metric the last counts. Raises UsageError for any other text, an unknown metric,
+    and a limit that is not above 0 and below 1e9."""
     limits = {}
     for text in listed:
         name, _, value = text.partition("=")
@@ -141,7 +141,8 @@ def _slo(listed: Sequence[str]) -> dict[str, float]:
 
 def _writable(name: str | None) -> None:
     """Raises UsageError if an output file cannot be written, so that no work is done in vain. Otherwise the
-    file exists afterwards, empty if it is new. name: its path; None: there is no output file."""
+    file exists afterwards, empty if it is new, else unchanged. name: its path; None: there is no output
+    file."""
     if name is not None:
         try:
             with Path(name).open("a"):

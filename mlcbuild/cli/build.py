@@ -34,8 +34,9 @@ def print_warnings(event: Event) -> None:
 
 
 def selection(arguments: argparse.Namespace) -> Selection:
-    """Returns the Selection of a recipe's variants and build steps that the options --only, --affected-by,
-    --shard and --force of a command line describe. An option that the verb lacks restricts nothing."""
+    """Returns the Selection that options of a command line describe: the recipe's variants and build steps
+    (--only, --affected-by, --shard), and the steps that run even if their results are stored (--force). An
+    option that the verb lacks restricts nothing. Names are not checked here."""
     return Selection(
         tuple(getattr(arguments, "only", ())),
         getattr(arguments, "affected_by", None),
@@ -107,10 +108,10 @@ def _memories(estimates: Mapping[str, Mapping[str, int] | None]) -> list[str]:
 
 
 def execution(arguments: argparse.Namespace) -> Execution:
-    """Returns an Execution: the number of jobs (0 without --jobs), whether to go on after failures, the
-    executor and its TLS directory (by default $MLCBUILD_TLS), as the options --jobs, --keep-going, --executor
-    and --tls of a command line state them. Signals end its run, which must therefore be in the main thread.
-    """
+    """Returns an Execution for a command line: the number of cores that running steps share (--jobs; 0,
+    without it, means all), whether to continue after failures (--keep-going), the executor (--executor), and
+    its TLS directory (--tls, else $MLCBUILD_TLS, else None). SIGINT and SIGTERM end its run, which must
+    therefore be in the main thread."""
     return Execution(
         jobs=arguments.jobs or 0,
         keep_going=arguments.keep_going,
@@ -135,8 +136,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def build(arguments: argparse.Namespace) -> tuple[Session, Result]:
     """Runs the build steps that a command line selects, with a live view, and writes the outputs that CI
-    systems read. Returns (the open recipe, the result of the run), also if steps failed. Raises UsageError if
-    an output cannot be written, which is checked before the run, and InputError for an invalid recipe."""
+    systems read. Returns (the Session of the recipe, the result of the run), also if steps failed. Raises
+    UsageError if an output cannot be written, which is checked before the run, and InputError for an invalid
+    recipe."""
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import reporting
 
@@ -160,9 +162,8 @@ def _to_reporter(report: Reporter) -> Reporter:
 
 
 def document(result: Result) -> dict[str, object]:
-    """Returns the JSON document that `run --json` prints: the steps of a run, and its variants with their
-    bundles.
-    """
+    """Returns the document that `run --json` prints, a dict ready for JSON: the steps of a run, and its
+    variants with their bundles."""
     from mlcbuild.reports import report
 
     variants = [

@@ -21,7 +21,7 @@ from mlcbuild.keyfile import is_public
 from mlcbuild.quant.importance import REPORT
 
 _LARGEST_LIBRARY_JSON = 16 << 20
-"""Maximum size in bytes of a JSON file in a bundle, such as library.json, that is read."""
+"""Maximum size in bytes of a JSON file in a bundle, such as library.json; a larger one raises BundleError."""
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -87,9 +87,9 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
 
 
 def _calibration(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns a table row, a pair of texts, that states with how many tokens a bundle's weights were
-    calibrated; [] if they were not. Raises BundleError if the bundle's file about it is invalid.
-    """
+    """Returns table rows about the calibration of a bundle's weights: one row, the pair ("calibrated", text
+    with the numbers of tokens and prompts), or [] if they were not calibrated. Raises BundleError if the
+    bundle's file about it is invalid."""
     if REPORT not in manifest.files:
         return []
     try:
@@ -101,9 +101,10 @@ def _calibration(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:
-    """Returns the mapping that a bundle's library.json states under `key`: from use (a kind of matrix, or
-    attention) to the name of its kernel or the reason why its kernel is slow; {} if the key is missing.
-    Raises BundleError if it is not such a mapping."""
+    """Returns the mapping that a bundle's library.json states under `key`: for "kernels", use (a kind of
+    matrix, or attention) -> name of its kernel; for "fallbacks", use -> reason why its kernel is slow; {} if
+    the key is missing. library: the parsed file; path: the file, for the error message. Raises BundleError if
+    the value is not such a mapping."""
     try:
         section = Fields(library.get(key, {}), key)
         return {printable(use): section.text(use) for use in section.value}

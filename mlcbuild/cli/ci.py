@@ -31,10 +31,10 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 def shard(arguments: argparse.Namespace) -> int:
     """Prints the shards (one machine's share of the work each) into which `run --shard` splits a build, and
-    for each one the steps without a result in this store, with their expected time. With --record, first
-    writes the durations that this store recorded to the file beside the recipe. Raises UsageError for a count
-    below 1, for unknown names, and if there is nothing to record; InputError for a malformed file of
-    durations."""
+    for each one its steps without a result in this store, with the time expected for all of them; returns
+    exit code 0. With --record, first writes the durations that this store recorded to the file beside the
+    recipe. Raises UsageError for a count below 1, for unknown names of variants or steps, and if there is
+    nothing to record; InputError for a malformed file of durations."""
     session, chosen = open_session(arguments), selection(arguments)
     if arguments.record:
         session.record_durations()
@@ -69,8 +69,9 @@ def _basis(name: str) -> str:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Writes a web page about the recipe's last run, compared with the run before it, if there is one. The
-    recipe is not read. Raises UsageError if it has not been run, or if the page cannot be written."""
+    """Writes an HTML page about the recipe's last run, compared with the run before it, if there is one, to
+    the file that --output names, and returns exit code 0. The recipe is not read. Raises UsageError if it has
+    not been run, or if the page cannot be written."""
     from mlcbuild.reports import page, runlog
 
     recipe, store = Path(arguments.recipe), open_store(arguments)

@@ -39,8 +39,9 @@ def worker(arguments: argparse.Namespace) -> int:
 
 
 def found_labels() -> Iterator[str]:
-    """Yields labels for what this machine has: its processor, the features of its CPU target, the compilers
-    and linkers that work here with their versions, CUDA. An item that it lacks has no label."""
+    """Yields the labels with which a worker states what this machine has, such as "linux x86_64" or "avx2":
+    its processor, system and CPU features, the compilers and linkers that work here with their versions,
+    CUDA. An item that it lacks has no label."""
     yield machine.label(machine.kind())
     host: list[targets.Target] = []
     with suppress(SetupError):

@@ -28,7 +28,7 @@ class _Verb:
     help: str
     options: tuple[_Option, ...]
     words: tuple[str, ...]
-    """The possible first arguments of a verb of the command line; () if it expects files."""
+    """Words that shell completion offers as a verb's first argument; () if it offers names of files."""
 
 
 def completion(arguments: argparse.Namespace) -> int:

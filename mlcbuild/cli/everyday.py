@@ -44,8 +44,9 @@ def _one(name: str, arguments: argparse.Namespace) -> Path:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs the verb `serve`: serves models, which are built or downloaded first where they are not installed,
-    and returns the exit code. Raises UsageError for options that contradict each other, and for a new name
-    that is stated for several bundles; also raises the error of a build or download that fails."""
+    and returns the exit code. Raises UsageError for options that contradict each other, for a name that
+    refers to nothing, and for NAME=MODEL if MODEL refers to several bundles; also raises the error of a build
+    or download that fails."""
     from mlcbuild_runtime.http.arguments import options
     from mlcbuild_runtime.http.serve import serve as run
 
@@ -57,10 +58,11 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields DIRECTORY or NAME=DIRECTORY for each bundle to which an argument of `serve` refers; a missing
-    bundle is built or downloaded. text: a model's name, or NAME=MODEL, which serves it under another name. An
-    installed model is served under the name that `list` prints. Raises UsageError if NAME is stated for
-    several bundles or MODEL refers to nothing, and the error of a build or download that fails."""
+    """Yields each bundle to which an argument of `serve` refers: NAME=DIRECTORY, or DIRECTORY without a name;
+    a missing bundle is built or downloaded. text: a model's name or path, or NAME=MODEL, which serves it as
+    NAME. Without NAME, an installed model has the name that `list` prints, any other bundle none. Raises
+    UsageError if MODEL refers to nothing, or to several bundles with a NAME, and the error of a build or
+    download that fails."""
     alias, equals, name = text.partition("=")
     if not equals or not alias or "/" in alias or Path(text).exists():
         alias, name = "", text
@@ -103,8 +105,7 @@ def _watch(stream: TextIO) -> AbstractContextManager[Reporter]:
 
 def listed(arguments: argparse.Namespace) -> int:
     """Prints the installed models: name, scheme, size, last use and source, with --json also the bundle's
-    directory.
-    """
+    directory. Returns exit code 0."""
     from mlcbuild.cli.listing import show, table
     from mlcbuild.cli.store_access import ago
 
@@ -142,9 +143,9 @@ def _scheme(item: InstalledModel) -> str:
 
 
 def remove(arguments: argparse.Namespace) -> int:
-    """Removes installed models. Results of their builds stay in the store until `cache gc`. Raises
-    UsageError, before anything is removed, for a name that is not installed; StoreError for a model whose
-    files cannot be removed, after the removal of the models named before it."""
+    """Removes installed models, and returns exit code 0. Results of their builds stay in the store until
+    `cache gc`. Raises UsageError, before anything is removed, for a name that is not installed; StoreError
+    for a model whose files cannot be removed, after the removal of the models named before it."""
     installed = entries.read(_root(arguments))
     removed = [entries.named(installed, name) for name in dict.fromkeys(arguments.names)]
     for entry in removed:
