@@ -25,9 +25,9 @@ def write_to(note: Path) -> None:
 
 def wait(process: subprocess.Popen[bytes], note: Path, seconds: float = float("inf")) -> int:
     """Waits for a child process and returns its exit code, which is negative if a signal ended the process.
-    Meanwhile passes the progress that the child writes to the file `note` to this process's listener. Raises
-    subprocess.TimeoutExpired after `seconds`; the child is killed then, and if anything else interrupts the
-    wait."""
+    Meanwhile passes the progress that the child writes to the file `note` to this process's listener.
+    seconds: maximum time to wait, by default without a limit; then raises subprocess.TimeoutExpired. The
+    child is killed then, and if anything else interrupts the wait."""
     end = time.monotonic() + seconds
     code = None
     try:
