@@ -43,10 +43,10 @@ def canonical(value: object) -> bytes:
 
 
 def canonical_plain(value: object) -> bytes:
-    """Returns the canonical bytes of a JSON value (keys sorted, no spaces, UTF-8), without checking that it
-    holds no floats and that all keys are strings, as `canonical` does.
+    """Returns the canonical bytes of a JSON value (keys sorted, no spaces, UTF-8), as `canonical` does, but
+    does not check that the value holds no floats and that all keys are strings: the caller must ensure it.
 
-    Checking takes longer than encoding: 6 of 9 microseconds for the inputs of a step. Raises ValueError for
+    The check takes longer than encoding: 6 of 9 microseconds for the inputs of a step. Raises ValueError for
     text that UTF-8 cannot hold, and for NaN and infinite floats.
     """
     try:
@@ -81,7 +81,7 @@ def bytes_digest(data: bytes | memoryview) -> str:
 
 
 _MANY_THREADS = 64 << 20
-"""Size in bytes above which hashing one file on all cores is faster."""
+"""Size in bytes from which on a file is hashed on all cores, which is slower for smaller files."""
 
 
 def file_digest(path: Path) -> str:
@@ -98,8 +98,8 @@ _noted: dict[tuple[int, int, int, int], str] = {}
 
 
 def note_digest(path: Path, digest: str) -> None:
-    """Caches the BLAKE3 digest of a file that will not change again during this build step, so that
-    `noted_digest` returns it without reading the file.
+    """Caches `digest`, which the caller has computed as the BLAKE3 digest of a file, so that `noted_digest`
+    returns it without reading the file. The file must not change again during this build step.
 
     Raises OSError if the file cannot be examined.
     """
@@ -179,9 +179,9 @@ def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str])
     """Returns a build step's cache key: the BLAKE3 digest, in hex, of the JSON list `["step/1", action,
     params, salt, inputs]`.
 
-    action: "module:function". params: canonical JSON, because a graph needs that text to merge equal steps.
-    salted: the step's salt, a hex digest of its source files and tools. inputs: argument of the action ->
-    digest.
+    action: "module:function". params: the parameters as canonical JSON, which is inserted as it is; a graph
+    has that text to merge equal steps. salted: the step's salt, as the function `salt` returns it. inputs:
+    argument of the action -> digest.
     """
     names = canonical_plain(action), params, salted.encode(), canonical_plain(dict(inputs))
     text = b'["step/1",%s,%s,"%s",%s]' % names
@@ -254,7 +254,7 @@ def _source_file(name: str, imports: ImportTable) -> tuple[str, str, tuple[str, 
 @cache
 def module_path(name: str) -> Path | None:
     """Returns the path of a Python module's source file without importing the module; None when there is
-    none.
+    none. For a top-level module that is no Python file, returns its origin: a .so file, or "built-in".
     """
     top, *rest = name.split(".")
     try:
@@ -298,8 +298,8 @@ SystemError.
 
 @cache
 def import_reader() -> str:
-    """Returns an identifier of the code that reads imports from source files and of the Python version that
-    runs it. Cached imports with another identifier must not be reused.
+    """Returns an identifier, 16 hex digits, of the code that reads imports from source files and of the
+    Python version that runs it. Cached imports with another identifier must not be reused.
     """
     return bytes_digest(Path(__file__).read_bytes() + sys.version.encode())[:16]
 
@@ -308,7 +308,7 @@ _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def _checks_types(node: ast.stmt) -> bool:
-    """Returns True if a Python statement is `if TYPE_CHECKING:`."""
+    """Returns True if a Python statement is `if TYPE_CHECKING:`; `if typing.TYPE_CHECKING:` is none."""
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 

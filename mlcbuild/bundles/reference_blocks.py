@@ -1,5 +1,5 @@
-"""Computes the attention and the feed-forward of a model's layer in NumPy. Two tables map the class of each
-to its function.
+"""Computes the attention and the feed-forward of a model's layer in NumPy. The tables MIXERS and
+FEED_FORWARDS map the class of each one's description to the function that computes it.
 
 Shapes: n new tokens, m positions in all (past and new), h heads, k key-value heads, d head_dim.
 """
@@ -63,24 +63,26 @@ class Inputs:
     """
 
     weight: Callable[..., Array]
-    """Function from (name of a parameter within the layer, optional index of an expert) to the parameter's
-    values, or to those of one expert.
+    """Function from (name of a parameter within the layer, optional index into a stack of matrices, such as
+    that of an expert or a head) to the parameter's values, or to the matrix with this index.
     """
     positions: Array
     """Positions of the n new tokens in their sequence, [n]; the first token of a sequence has position 0."""
     rotations: tuple[Rotation, ...]
     """For each rotary embedding of the model, its cosines and sines at the positions of the new tokens, each
-    [n, rotated dimensions / 2]. A layer's attention refers to one of them by index.
+    [n, rotated dimensions / 2], and its factors for queries. A layer's attention refers to one of them by
+    index.
     """
     state: State
     rounded: Callable[[str, Array], Array] = lambda name, rows: rows
     """Function from (name of a matrix within the layer, rows that the layer multiplies with this matrix) to
-    these rows after the rounding that the product applies to its operands, such as rounding to 8 bits.
+    these rows after the rounding that the product applies to them, such as rounding to 8 bits. By default
+    rows are not rounded.
     """
 
     def linear(self, name: str, x: Array, has_bias: bool) -> Array:
-        """Returns x W^T [n, outputs] for x [n, inputs] and the weight W called `<name>.weight`, plus the
-        bias `<name>.bias` if `has_bias` is True.
+        """Returns x W^T [n, outputs] for x [n, inputs], rounded as products with W round it, and the weight W
+        called `<name>.weight`, plus the bias `<name>.bias` if `has_bias` is True.
         """
         y: Array = self.rounded(f"{name}.weight", x) @ self.weight(f"{name}.weight").T
         return y + self.weight(f"{name}.bias") if has_bias else y
@@ -103,8 +105,8 @@ def layer(spec: LayerSpec, inputs: Inputs, x: Array) -> tuple[Array, State]:
 
 def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str) -> Array:
     """Returns x with its last axis normalized, by LayerNorm or RMSNorm as `spec` describes, or x itself if
-    `spec` is None. weights: function from a parameter's name to its values; the norm's parameters are
-    `<name>.weight` and `<name>.bias`.
+    `spec` is None. weights: function from a parameter's name to its values; the norm's parameters, where
+    `spec` has them, are `<name>.weight` and `<name>.bias`.
     """
     if spec is None:
         return x
@@ -121,8 +123,8 @@ def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str
 
 
 def _rows(values: Array, x: Array) -> Array:
-    """Returns the weights of a norm in a shape that can be multiplied with x [heads, n, head_dim]: [head_dim]
-    if all heads share them, or [heads, 1, head_dim].
+    """Returns the weights or biases of a norm in a shape that NumPy broadcasts to x [heads, n, head_dim]:
+    [head_dim] if all heads share them, or [heads, 1, head_dim].
     """
     return values if values.size == x.shape[-1] else values.reshape(x.shape[0], 1, x.shape[-1])
 
@@ -204,9 +206,9 @@ def _attention(spec: Attention, inputs: Inputs, x: Array) -> tuple[Array, State]
 
 
 def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array, name: str) -> Array:
-    """Returns queries or keys x [heads, n, head_dim] after clipping, normalization and rotary embedding, in
-    the order that the layer requires. rotation: cosines and sines, or None; name: "q" or "k", which selects
-    the norm.
+    """Returns queries or keys x [heads, n, head_dim] after clipping, normalization and rotary embedding, as
+    far as the layer has them, in the order that it requires. rotation: cosines and sines; None: no rotary
+    embedding. name: "q" or "k", which selects the norm.
     """
 
     def normed(rows: Array) -> Array:
@@ -264,10 +266,10 @@ class _Biases:
 
 
 def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array, Array]) -> Array:
-    """Returns the softmax attention [g, n, d] of g query heads that share keys and values, scaled by
-    spec.scale. Each of n queries sees the m cached positions up to its own, or of these the last
-    `spec.window`. query: [g, n, d]; cached: (keys, values), [m, d] each; biases: ALiBi, soft-capping and
-    sinks.
+    """Returns the softmax attention [g, n, d] of g query heads that share keys and values. Each of n queries
+    attends to the positions up to its own, or with a window to the last `spec.window` of these; both include
+    its own. query: [g, n, d]; cached: (keys, values) of all m positions, [m, d] each; biases: scale, ALiBi,
+    soft cap and sinks of these heads.
     """
     key, value = cached
     mixed = np.empty((*query.shape[:2], value.shape[-1]), query.dtype)
@@ -319,9 +321,9 @@ def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[
 
 
 def _rotate(x: Array, rotation: Rotation | None) -> Array:
-    """Applies a rotary embedding to the first `dim` of d dimensions of x [..., n, d], by rotating the pairs
-    (i, i + dim / 2), and returns an array of the same shape; the other dimensions are unchanged. rotation:
-    cosines and sines, [n, dim / 2] each; None: x is returned unchanged.
+    """Returns x [..., n, d] with a rotary embedding applied to its first `dim` dimensions, by rotating the
+    pairs (i, i + dim / 2); the other dimensions are unchanged. rotation: cosines and sines, [n, dim / 2]
+    each, whose shape determines `dim`; None: x is returned unchanged.
     """
     if rotation is None:
         return x

@@ -25,8 +25,8 @@ Gate: TypeAlias = Callable[[Array], Array]
 def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
     """Returns, for each of n tokens, the sum of the chosen experts' outputs, weighted by the router, plus, if
     there are shared experts, their output times that of their gate (1 without a gate), [n, hidden]. x:
-    normalized activations [n, hidden]; weight: function from a parameter's name to its values; activation:
-    that of the gates.
+    normalized activations [n, hidden]; weight: function from (parameter's name, optional index of an expert)
+    to values; activation: the activation function of the gates.
     """
     logits = x @ weight("mlp.router.weight").T
     if spec.router.bias:
@@ -51,10 +51,11 @@ def route(router: Router, count: int, logits: Array, correction: Array | None) -
     of the chosen experts, int [n, count]; their weights, [n, count]). Scores are the softmax or sigmoid of
     the logits; weights are the chosen scores, normalized to sum 1 if the router says so, times the router's
     scale. correction: numbers [e] added to the scores only for choosing, or None. A router with groups of
-    experts chooses from the best groups only, compared by their largest score or by the sum of their two
-    largest; one of the kind SparseMixer always chooses two, with weights of its own.
+    experts chooses from the best groups only, compared, as `router.group_by_largest` says, by their largest
+    score or by the sum of their two largest; one of the kind SparseMixer always chooses two, with weights of
+    its own.
 
-    Of equal scores the lowest index comes first.
+    The largest score, with its correction, comes first; of equal scores, the lowest index.
     """
     if router.scores == "sparsemixer":
         assert router.jitter is not None

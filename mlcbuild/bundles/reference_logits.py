@@ -30,7 +30,7 @@ PROMPTS = (
 """The prompts with which bundles are verified if the recipe names none."""
 MAX_TOKENS = 512
 """Maximum number of tokens of each prompt for which a bundle's logits are compared with NumPy's reference
-logits, whose computation is slow. Longer prompts are cut.
+logits, whose computation is slow. Of longer prompts, only the first tokens are compared.
 """
 
 
@@ -38,7 +38,8 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     """Action of a build step: computes the tokens and the reference logits of every prompt.
 
     params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]` with one per line,
-    where blank lines are skipped) and the libraries' `context_window` in tokens, on which LongRoPE depends.
+    where blank lines are skipped) and `context_window`, the number of tokens for which the model is compiled
+    (null: its maximum, but at most 4096), on which LongRoPE depends.
     Prompts are cut to MAX_TOKENS tokens and to the context window; those of less than two tokens are left
     out. Writes tokens.json, a list of token ids for each prompt that is left, and logits-<i>.npy for each of
     these, float32 [n, vocab], with i from 0000 on, to `out`. Raises UsageError when no prompt is left,

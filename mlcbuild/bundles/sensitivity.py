@@ -87,7 +87,8 @@ class _Progress:
         self._done = 0
 
     def left(self, index: int) -> int:
-        """Returns the number of the model's layers from `index` to the last one, plus one for the logits."""
+        """Returns the number of the model's layers from `index` (-1 counts as 0) to the last one, plus one
+        for the logits: the work of one trial, in layers."""
         return self._depth - max(index, 0) + 1
 
     def add(self, runs: int) -> None:
@@ -104,8 +105,9 @@ def _layer_of(param: Param) -> int:
 
 
 def _losses(trial: WeightTrial, candidates: Sequence[Storage]) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yields ((name of a matrix, name of a quantization scheme), loss) for every matrix and candidate scheme.
-    The loss is the mean KL divergence from the exact model in nats per token, to four significant digits.
+    """Yields ((name of a matrix, name of a quantization scheme), loss) for every matrix and candidate scheme,
+    first for matrices outside the layers, then layer by layer. The loss is the mean KL divergence from the
+    exact model in nats per token, rounded to four significant digits.
     """
     note = _Progress(trial, len(candidates))
     depth = len(trial.exact.config.layers)
@@ -143,8 +145,9 @@ def _changed(exact: Reference, param: Param, scheme: Storage) -> Reference:
 
 
 def _begin(trial: WeightTrial, run: _Run) -> None:
-    """Starts an evaluation of the model with one matrix quantized (a trial): computes the layer of this
-    matrix, and replaces the trial's residual streams by the layer's output.
+    """Starts an evaluation of the model with one matrix quantized (a trial), whose residual streams are still
+    those of the exact model before the matrix's layer: computes this layer with the quantized matrix, and
+    replaces the streams by its output.
     """
     changed = _changed(trial.exact, run.param, run.scheme)
     run.streams = [layer(changed, _layer_of(run.param), x)[0] for x in run.streams]

@@ -36,7 +36,8 @@ not only prefill.
 
 @dataclass(frozen=True)
 class Threshold:
-    """A limit that a recipe may set on a figure of verification, such as the mean KL divergence."""
+    """A limit that a recipe may set on a figure of verification, such as the mean KL divergence: the highest
+    allowed value if `is_maximum` is True, else the lowest."""
 
     words: str
     is_maximum: bool
@@ -95,7 +96,7 @@ def _faults(figures: Mapping[str, float], params: Mapping[str, Json]) -> list[st
 
 def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
     """Compares a bundle's logits with reference logits in a fresh process, and returns name of a figure ->
-    value, to four significant digits.
+    number, rounded to four significant digits (except `tokens`).
 
     kl_mean and kl_max: KL(reference || bundle) of the next-token distributions, in nats, mean and maximum
     over positions. top1_agreement: share of positions with the same most likely token. perplexity and

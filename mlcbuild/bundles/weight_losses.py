@@ -84,7 +84,8 @@ class WeightTrial:
     def loss(self, scheme: Storage, on_prompt: Callable[[], None] = lambda: None) -> float:
         """Returns the mean KL divergence per token, in nats, from the exact model, of the model whose
         matrices are stored under a quantization scheme and whose activations are rounded as the scheme
-        requires. on_prompt: called after each prompt, possibly by another thread.
+        requires, except in products with experts. on_prompt: called without arguments after each prompt,
+        possibly by another thread. Raises CheckpointError for weights that the scheme cannot store.
         """
         weights = _Quantized(self.exact.weights, self.params, scheme)
 
@@ -138,9 +139,10 @@ def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
 
 
 def rounded_activations(rows: Array, scheme: Storage) -> Array:
-    """Returns activations [n, columns] rounded as a product with a matrix of this quantization scheme reads
-    them: to 8 bits with a scale for each group of 32 columns, which is a power of two for 4-bit weights in
-    this project's own formats (not for those of GGUF); unchanged if the scheme keeps activations as floats.
+    """Returns activations, floats [n, columns], after the rounding that a product with a matrix of this
+    quantization scheme applies to them: to 8 bits, with a scale for each group of 32 columns (the last may be
+    shorter), and back to floats. Scales are powers of two for 4-bit weights in this project's own formats,
+    not for GGUF's. Activations are unchanged if the scheme keeps them as floats.
     """
     if scheme.activation_bits == 0:
         return rows
@@ -184,8 +186,8 @@ def with_weights(model: Reference, names: Iterable[str]) -> Reference:
 
 
 def with_layer(model: Reference, index: int) -> Reference:
-    """Returns a copy of the model that holds the weights of the layer `index` in memory; all others are still
-    read from the checkpoint at each access, and stacks of matrices one matrix at a time.
+    """Returns a copy of the model that holds the weights of the layer `index` in memory, except for stacks of
+    matrices (experts); these and all other layers are still read from the checkpoint at each access.
     """
     return with_weights(model, [name for name in model.weights if name.startswith(f"layers.{index}.")])
 
@@ -193,8 +195,8 @@ def with_layer(model: Reference, index: int) -> Reference:
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
     """Calls a function for each item on as many threads as the environment variable MLCBUILD_CORES states (1
     if it is not set), and returns the results in the order of the items. Each call computes on one core, so
-    that no result depends on the number of threads. If a call fails, its exception is raised, and calls that
-    have not started are left out.
+    that no result depends on the number of threads. If a call fails, its exception is raised when the calls
+    that run have ended, and calls that have not started are left out.
     """
     with ThreadPoolExecutor(int(os.environ.get("MLCBUILD_CORES", "1"))) as pool:
         return list(pool.map(function, items))
