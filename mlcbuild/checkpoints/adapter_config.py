@@ -24,12 +24,12 @@ _NOTES = {
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
 }
 """Fields of adapter_config.json that this module reads, or that do not affect the merged weights because they
-describe training or repeat the names of tensors. Any other field is refused unless its value is null, false,
-0 or empty.
+describe training or repeat the names of tensors. Any other field is refused with a CheckpointError unless
+its value is null, false, 0 or empty.
 """
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of the field init_lora_weights of a LoRA adapter's config with which PEFT does not change the base
-model's own weights when training starts. With any other value, the adapter is refused.
+model's own weights when training starts. Any other value is refused with a CheckpointError.
 """
 
 
@@ -59,8 +59,9 @@ class AdapterConfig:
         return _matching(self.ranks, module, self.rank)
 
     def scale(self, module: str) -> float:
-        """Returns the factor, such as alpha / rank, by which the product B A of a module's two adapter
-        matrices is multiplied.
+        """Returns the factor by which the product B A of a module's two adapter matrices is multiplied: alpha
+        / rank, or alpha / sqrt(rank) for rsLoRA, with the alpha and rank of this module. module: its dotted
+        name.
         """
         rank = self.rank_of(module)
         return _matching(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
@@ -135,8 +136,8 @@ def _is_alpha(value: object) -> bool:
 
 
 MOST_STARS = 3
-"""Maximum number of stars (*) in one regular expression for module names; one with more is refused. Each star
-after the first makes matching about 7 times as slow."""
+"""Maximum number of stars (*) in one regular expression for module names; one with more is refused with a
+CheckpointError. Each star after the first makes matching about 7 times as slow."""
 
 
 def _pattern_problems(name: str, patterns: object, fits: Any) -> list[str]:

@@ -13,8 +13,9 @@ Codes = NDArray[np.uint8]
 
 
 def unpacked(words: NDArray[Any], bits: int) -> Codes:
-    """Unpacks unsigned integers of `bits` bits (1 to 8) from words [lines, words], and returns them as uint8
-    [lines, integers]. Each line is a separate stream of bits, in which the lowest bits of a word come first.
+    """Unpacks unsigned integers of `bits` bits (1 to 8) from words [lines, words] of any integer type, and
+    returns them as uint8 [lines, bits of a line // bits]. Each line is a separate stream of bits, in which
+    the lowest bits of a word come first.
     An integer may cross the border of two words, as those of 3 bits do; bits that remain at the end of a line
     are ignored.
     """

@@ -19,8 +19,9 @@ from mlcbuild.checkpoints.quantization import method_of, module_of, read_setting
 
 
 def views_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Views:
-    """Returns the functions that turn the stored tensors of a step's checkpoint into those of its model: they
-    dequantize, if the checkpoint is quantized, and merge LoRA adapters, if the step has any.
+    """Returns the two functions, from name -> tensor to name -> tensor, that turn the stored tensors of a
+    step's checkpoint into those of its model: one dequantizes, if the checkpoint is quantized, and one merges
+    LoRA adapters, if the step has any. Adapters are not read before the function is called.
 
     inputs["config"]: output of the config step, which states how the checkpoint is quantized.
     params["adapters"]: the factor of each adapter's change to the weights, a number as a string;
@@ -36,9 +37,9 @@ def views_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Views:
 
 
 def views_for(settings: object) -> Views:
-    """Returns the functions that dequantize the tensors of a checkpoint with this quantization_config in its
-    config.json; None means that weights are not quantized. Raises CheckpointError for a quantization method
-    that no module reads.
+    """Returns the functions that turn a checkpoint's stored tensors into those of its model, by the
+    quantization_config in its config.json: they dequantize, or return tensors unchanged if `settings` is None
+    (not quantized). Raises CheckpointError if it is no object or states a method that no module reads.
     """
     if settings is None:
         return PLAIN

@@ -52,8 +52,8 @@ from mlcbuild.quant.importance import importance_of
 from mlcbuild.quant.stack import Stack
 
 SHARD_BYTES = 2_000_000_000
-"""Maximum bytes of tensor data in one weights file. A file that holds a single larger tensor may
-exceed it.
+"""Maximum bytes of tensor data in one weights file, beyond which a new file begins. Only a file that holds a
+single larger tensor exceeds it.
 """
 CHUNK_BYTES = 4 << 20
 """Number of checkpoint bytes that a worker thread reads at once, about: it reads whole rows."""
@@ -69,8 +69,8 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
     (params["scheme"], or a budget step's choice), and writes weights files to `out`.
 
     inputs["config"] is the directory of the normalised config.json. Uses the cores that MLCBUILD_CORES
-    grants, else all. Raises CheckpointError with all problems, UsageError for overrides that do not fit the
-    model and for a layout that the scheme's format lacks, StepError when `out` cannot be written.
+    grants, else all. Raises CheckpointError with all problems, UsageError if an override (a scheme for some
+    parameters) has no effect or a format lacks the scheme's layout, StepError when `out` cannot be written.
     """
     scheme = scheme_of(params, inputs)
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
@@ -93,7 +93,7 @@ def write(
     """Quantizes every parameter to a scheme, and writes the weights files weights-0000i-of-0000N.safetensors
     to `out`. sources: where each parameter is in the checkpoint; cores: number of threads; importance: name
     of a matrix -> importance of its columns, float32 [columns]. Raises CheckpointError with all problems,
-    UsageError for a layout that the scheme's format lacks, StepError when `out` cannot be written.
+    UsageError if a format lacks the scheme's physical layout, StepError when `out` cannot be written.
     """
     tensors = stored_parameters([source.param for source in sources], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
@@ -162,11 +162,11 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Place:
-    """The location of one stored tensor of a quantized parameter: the weights file, and the offset in it."""
+    """The location of one stored tensor of a quantized parameter: weights file, byte offset, and stride."""
 
     file: _Blocks
     start: int
-    """Offset of the tensor's first byte in the file."""
+    """Offset of the tensor's first byte from the beginning of the file, in bytes."""
     stride: int
     """Number of bytes that one index of the stored tensor's axis 0 occupies; an index is a row, a tile of
     rows, or an element of a vector.
@@ -209,7 +209,8 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Job:
-    """One job of a conversion: rows start..stop-1 of one parameter, all of the same matrix."""
+    """One job of a conversion: rows start..stop-1 of one parameter, counted through all matrices of a stack;
+    a job's rows are all of one matrix."""
 
     source: ParameterSource
     start: int
@@ -265,8 +266,8 @@ class _Queue:
 
 
 def _work(plan: _Plan, cores: int) -> None:
-    """Runs all jobs of a conversion on `cores` threads. Raises CheckpointError with the problems of all jobs
-    when they have ended; any other exception of a job stops the conversion.
+    """Runs all jobs of a conversion on `cores` threads. Raises CheckpointError when they have ended, with one
+    problem of each parameter that has any; any other exception of a job stops the conversion and is raised.
     """
     queue = _Queue(tuple(plan.jobs()))
     with ThreadPoolExecutor(cores, thread_name_prefix="weights") as pool:
@@ -340,10 +341,8 @@ class _Worker:
 def read(path: Path) -> Mapping[str, Array]:
     """Returns name of a tensor -> array for a weights file, or for all weights files in a directory. Each
     access maps the tensor into memory, read-only, or copies it if it does not start at a multiple of 64
-    bytes.
-
-    Raises CheckpointError when a file was not written by mlcbuild or is damaged, or when a directory lacks
-    one file of a set or all.
+    bytes. Raises CheckpointError when a file was not written by mlcbuild or is damaged, or when a directory
+    lacks one file of a set or all.
     """
     paths = sorted(path.glob("weights-*.safetensors")) if path.is_dir() else [path]
     if not paths:
@@ -371,7 +370,8 @@ def read(path: Path) -> Mapping[str, Array]:
 
 def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, Weight]:
     """Returns parameter name -> float32 values, computed from the quantized weights files in the directory
-    `path`. Values are unpacked again at each access. Raises CheckpointError for damaged files.
+    `path`, which must hold this model in this scheme. Values are unpacked again at each access. Raises
+    CheckpointError for damaged or missing files.
     """
     tensors = read(path)
     params = {param.name: param for param in parameters(config)}

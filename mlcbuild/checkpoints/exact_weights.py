@@ -23,7 +23,8 @@ Weight: TypeAlias = Any
 
 
 class LazyMapping(Mapping[str, T]):
-    """A read-only mapping that loads a value again each time it is accessed. Its keys are fixed."""
+    """A read-only mapping that calls `load` with the key each time a value is accessed. Its keys are fixed;
+    any other raises KeyError."""
 
     def __init__(self, names: Iterable[str], load: Callable[[str], T]) -> None:
         self._names = dict.fromkeys(names)
@@ -51,12 +52,13 @@ def read_tensor_names(directory: Path) -> TensorNames:
 def checkpoint(
     path: Path, config: ModelConfig, names: TensorNames, views: Views = PLAIN
 ) -> Mapping[str, Weight]:
-    """Returns parameter name -> exact float32 values of the model in a checkpoint. Values are read from the
-    files again at each access.
+    """Returns parameter name -> exact float32 values of the model in a checkpoint: an array, or a Stack of
+    matrices. Values are read from the files again at each access.
 
-    names: for each parameter, the tensors that hold it. views: transformations of the stored tensors, such as
-    dequantization. Raises CheckpointError for tensors that are missing or do not fit the config and, at an
-    access, for a file that cannot be read.
+    names: for each parameter, the tensors that hold it. views: the functions that dequantize the stored
+    tensors and merge adapters; by default, tensors are used as they are. Raises CheckpointError at once for
+    damaged headers and for tensors that are missing or do not fit the config, and at an access for a file
+    that cannot be read.
     """
     sources = {source.param.name: source for source in locate(path, config, names, views)}
 

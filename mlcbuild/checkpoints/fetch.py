@@ -48,12 +48,12 @@ WANTED = (
 
 LARGEST_INDEX = 64 << 20
 """Maximum size in bytes of the index of a sharded checkpoint, such as model.safetensors.index.json; a larger
-one is an error."""
+one raises SourceError."""
 _BLOCK = 1 << 20
 
 _MOST = 8
-"""Maximum number of bytes downloaded for a file over all attempts, as a multiple of the file's size plus 1
-MiB; more is an error."""
+"""Maximum number of bytes received for a file over all attempts, divided by the sum of the file's size and 1
+MiB; more raises SourceError."""
 STREAMS = 4
 """Number of files that are downloaded at the same time: one HTTP stream rarely fills a fast line."""
 
@@ -71,10 +71,10 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
     """Returns the sorted names of those of a checkpoint's files that steps read: at the top level, the files
     with configuration, tokenizer, template and weights, and in a subdirectory the file that states how
     embeddings are pooled. names: all files of the checkpoint; shards: the weights files that the checkpoint's
-    index lists. The weights are the first of these that exists: model.safetensors; an index and its shards
-    (PyTorch's only without safetensors files); all *.safetensors but adapter* and consolidated*;
-    pytorch_model.bin. For a LoRA adapter without config.json, returns the adapter's two files in place of
-    these. Raises SourceError, which does not name the source, if the files are not a usable checkpoint.
+    index lists. The weights are the first of these that exists: model.safetensors; its index and the shards;
+    all *.safetensors but adapter* and consolidated*; pytorch_model.bin; its index and the shards. For a LoRA
+    adapter without config.json, returns only the two files of the adapter. Raises SourceError, which does not
+    name the source, if the files are not a usable checkpoint.
     """
     names = set(names)
     top = {name for name in names if "/" not in name}
@@ -145,8 +145,9 @@ def index_of(names: Collection[str]) -> str | None:
 
 
 def adapter_files(names: Container[str]) -> tuple[str, ...]:
-    """Returns the names of the two files of a LoRA adapter that steps read: its config, then its weights.
-    names: all files. Raises SourceError, which does not name the source, if one is missing.
+    """Returns the names of the two files of a LoRA adapter that steps read: its config, then its weights
+    (safetensors before .bin). names: all files of the adapter. Raises SourceError, which does not name the
+    source, if one is missing.
     """
     weights = next((name for name in ADAPTER_WEIGHTS if name in names), None)
     if weights is None or ADAPTER_CONFIG not in names:
@@ -156,9 +157,10 @@ def adapter_files(names: Container[str]) -> tuple[str, ...]:
 
 
 def index_shards(data: bytes, index: str) -> frozenset[str]:
-    """Returns the names of the weights files that an index lists. data: the bytes of the index; index: its
-    file name, for errors. Raises SourceError, which does not name the source, if the index is invalid, or
-    lists anything but files beside it with the suffix in its name (.safetensors or .bin).
+    """Returns the names of the weights files that an index lists, each once. data: the bytes of the index;
+    index: its file name, such as pytorch_model.bin.index.json. Raises SourceError, which does not name the
+    source, if the index is invalid, or lists a file in another directory or without the suffix that its own
+    name contains (.safetensors or .bin).
     """
     suffix = index.removesuffix(".index.json").rpartition(".")[2]
     try:
@@ -199,8 +201,8 @@ def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
 
 
 def _is_regular(path: Path) -> bool:
-    """Returns True if the path is a regular file, else False. Raises SourceError instead of returning False
-    if the file name is one that a checkpoint's steps read.
+    """Returns True if the path is a regular file; else, as for a broken link, False. Raises SourceError
+    instead of returning False if the file name is one that a checkpoint's steps read.
     """
     try:
         kind = regular.kind(path)
@@ -220,8 +222,8 @@ def fetch(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
 
     params: {"repo": str, "commit": 40 hex digits, "files": {name: {"size": int, "sha256": hex}}}; no
     inputs. Files are hard links into the hub's cache where possible, otherwise copies. After the
-    first failure no further download starts; those in progress finish. Raises SourceError with a line for
-    each file that failed.
+    first failure no further download starts; those in progress finish. Raises SourceError if the hub cannot
+    be reached or a file name is not allowed, otherwise with a line for each file that failed.
     """
     source = HubSource(str(params["repo"]), str(params["commit"]))
     files = _pinned(params["files"])
@@ -268,7 +270,7 @@ def _named(source: HubSource, name: str) -> None:
 
 def _counter(total: int) -> Callable[[int], None]:
     """Returns a function that accepts a number of downloaded bytes, sums these numbers over all files, and
-    reports progress. total: the expected sum.
+    reports progress; any thread may call it. total: the expected sum.
     """
     done = 0
     lock = threading.Lock()
@@ -283,9 +285,10 @@ def _counter(total: int) -> Callable[[int], None]:
 
 
 def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Callable[[int], None]) -> None:
-    """Copies one file into `out`, from the hub's cache or by downloading it, and verifies size and sha256. A
-    damaged cached copy is replaced once. `count` is called with the number of bytes that have arrived since
-    the last call. Raises SourceError if no intact copy can be obtained; `out` then lacks the file.
+    """Places one file in `out`, as a hard link or a copy of the file in the hub's cache, and verifies size
+    and sha256. The file is downloaded if the cache lacks it and, once more, if the cached one is wrong.
+    `count` is called with the number of bytes that have arrived since the last call; a last call, perhaps
+    negative, makes the sum the file's size. Raises SourceError if no intact copy can be obtained.
     """
     target = out / name
     fault = ""
@@ -324,8 +327,8 @@ def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Calla
 
 
 def _place(cached: Path, target: Path) -> None:
-    """Makes `target` a hard link of a cached file, or a copy if the cache is on another filesystem or links
-    are not allowed."""
+    """Makes `target`, which must not exist, a hard link of a cached file, or a copy if the cache is on
+    another filesystem or links are not allowed. Raises OSError if it cannot be copied either."""
     try:
         target.hardlink_to(cached)
     except OSError:

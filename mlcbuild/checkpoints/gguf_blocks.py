@@ -21,10 +21,11 @@ that turn codes into weights. The table lists the fields of a block in the order
 | TQ1_0 | low 52 (base 3), d f16 | d (q - 1) | 256 |
 | TQ2_0 | low 64, d f16 | d (q - 1) | 256 |
 
-`low 16` is 16 bytes of the low bits of the codes `q`, and `high` holds the bits above those; f16 is a
-float16. Codes are packed in runs of bytes: the lowest bits of each byte of a run come first, then the next
-higher bits of each byte, and so on. Numbers are little-endian. A weight is computed in float32 and rounded
-after each operation; products in parentheses, and those with a minimum, come first.
+`low 16` is 16 bytes of the low bits of the codes `q`, and `high` holds the bits above those; `s` holds
+integer factors of groups; f16 is a float16. Codes are packed in runs of bytes: the lowest bits of each byte
+of a run come first, then the next higher bits of each byte, and so on (`high 4`: all bits of a byte, then of
+the next). Numbers are little-endian. A weight is computed in float32 and rounded after each operation;
+products in parentheses, and those with a minimum, come first.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ stays in a core's cache. On a Xeon, decoding K types took up to a fifth longer w
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 """Code of the 4-bit GGUF types IQ4_NL and IQ4_XS -> the value that it stands for."""
 TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Code of a 4-bit float (E2M1 of the OCP Microscaling specification 1.0) -> twice its value, without a sign
-of zero.
+"""Code of a 4-bit float (E2M1 of the OCP Microscaling specification 1.0) -> twice its value, an integer;
+minus zero becomes 0.
 """
 HALF_E8M0 = np.ldexp(np.float32(1), np.arange(256) - 128)
-"""Byte of an 8-bit scale (E8M0 of the OCP Microscaling specification 1.0) -> half of its value. The first two
-values are subnormal, and byte 255 is not treated as NaN.
+"""Byte of an 8-bit scale (E8M0 of the OCP Microscaling specification 1.0) -> half of its value, for codes of
+TWICE_E2M1. The first two values are subnormal, and byte 255 is not treated as NaN.
 """
 
 
@@ -101,9 +102,9 @@ def dequantize(raw: Bytes, kind: BlockType, out: Floats) -> None:
     """Writes the float32 weights of whole rows of a GGUF tensor to `out`, with the same bits as the gguf
     package of ggml computes.
 
-    raw: uint8 [rows, bytes of a row]; kind: one of TYPES; out: [rows, weights of a row], contiguous. Infinite
-    and NaN scales give infinite and NaN weights. Threads may call it at the same time. Raises ValueError when
-    the arrays do not fit the type or each other.
+    raw: uint8 [rows, bytes of a row]; kind: a value of TYPES; out: float32 [rows, weights of a row],
+    contiguous. Infinite and NaN scales give infinite and NaN weights. Threads may call it at the same time.
+    Raises ValueError for another type, and when the arrays do not fit the type or each other.
     """
     _check(raw, kind, out)
     blocks = raw.reshape(-1, kind.size)
@@ -194,8 +195,8 @@ def _half(blocks: Bytes, start: int) -> Floats:
 
 
 def _split(packed: Bytes, bits: int) -> Bytes:
-    """Splits bytes into codes of `bits` bits: uint8 [..., bytes] -> [..., 8 / bits, bytes]. Index 0 of the
-    new axis has the lowest bits of each byte, the next index the next higher bits.
+    """Splits bytes into codes of `bits` bits (1, 2 or 4): uint8 [..., bytes] -> uint8 [..., 8 / bits, bytes].
+    Index 0 of the new axis has the lowest bits of each byte, the next index the next higher bits.
     """
     codes = np.empty((*packed.shape[:-1], 8 // bits, packed.shape[-1]), np.uint8)
     for index in range(8 // bits):
@@ -262,13 +263,14 @@ def _q3_k(blocks: Bytes) -> _Decoded:
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, NDArray[np.int8], Floats, Bytes]:
-    """Returns (scales [blocks, 1], integer factors of scales [blocks, 8], minima, integer factors of minima)
-    for the eight groups of each Q4_K or Q5_K block. The minima are negated, since a `_Decoded` adds them.
+    """Returns (scales [blocks, 1], integer factors of scales [blocks, 8], minima and integer factors of
+    minima in the same shapes) for the eight groups of each Q4_K or Q5_K block. The minima are negated, since
+    a `_Decoded` adds them.
 
-    The factors take 12 bytes from byte 4 of the block. The first four hold the factors of the scales of
-    groups 0 to 3 in their low six bits, the next four those of the minima. The last four hold the low four
-    bits of scale and minimum of groups 4 to 7, whose high two bits are the high bits of the first eight
-    bytes.
+    The factors take 12 bytes from byte 4 of the block. The low six bits of the first four are the factors of
+    the scales of groups 0 to 3, those of the next four of the minima. The last four hold the low four bits
+    for groups 4 to 7, scales in the lower half of a byte and minima in the upper; their high two bits are the
+    high bits of the first four bytes (scales) and of the next four (minima).
     """
     fields = _field(blocks, 4, 3, 4)
     first, last = fields[:, :2], fields[:, 2]
@@ -341,7 +343,8 @@ _NUMBERS: Mapping[BlockType, DTypeLike] = {
     BlockType("F64", 28, 1, 8): np.float64,
     BlockType("BF16", 30, 1, 2): np.uint16,
 }
-"""GGUF types of plain numbers -> NumPy dtype of one number; uint16 holds the bits of bfloat16."""
+"""GGUF tensor type (a BlockType) of plain numbers -> NumPy dtype of one number; uint16 holds the bits of
+bfloat16."""
 _DECODERS: Mapping[BlockType, Callable[[Bytes], _Decoded]] = {
     BlockType("Q4_0", 2, 32, 18): _q4_0,
     BlockType("Q4_1", 3, 32, 20): _q4_1,
@@ -359,8 +362,8 @@ _DECODERS: Mapping[BlockType, Callable[[Bytes], _Decoded]] = {
     BlockType("TQ2_0", 35, 256, 66): _tq2_0,
     BlockType("MXFP4", 39, 32, 17): _mxfp4,
 }
-"""Quantized GGUF tensor type -> function that unpacks blocks, which are passed as uint8 [blocks, bytes of a
-block].
+"""Quantized GGUF tensor type -> function that unpacks blocks, uint8 [blocks, bytes of a block], and returns
+their fields as a `_Decoded`.
 """
 
 TYPES: Mapping[int, BlockType] = MappingProxyType({kind.number: kind for kind in (*_NUMBERS, *_DECODERS)})

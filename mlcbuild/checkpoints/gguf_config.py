@@ -33,8 +33,8 @@ from mlcbuild.models.parsing import parse
 from mlcbuild.models.rounding import f32
 
 _PAIRED = "Meta AI original pth"
-"""The name, in GGUF's specification, of the row order that all GGUF files of the architecture llama have;
-converters of 2023 state it."""
+"""The only accepted value of the metadata key tensor_data_layout: GGUF's name for the order of rows of query
+and key matrices that all GGUF files of the architecture llama have. Only converters of 2023 state it."""
 
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -51,8 +51,8 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 def read_config(path: Path) -> ModelConfig:
     """Returns the config of the model in a GGUF file.
 
-    Raises CheckpointError for a damaged file and an unsupported architecture, otherwise with all problems of
-    the metadata, one a line: those that are missing, wrong or not understood.
+    Raises CheckpointError for a damaged file and an unsupported architecture, otherwise with all metadata
+    that are missing, wrong or not understood, one a line, or else with what the model family refuses.
     """
     gguf = read_gguf(path)
     name, _ = architecture_of(gguf, str(path))
@@ -135,8 +135,9 @@ def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
 
 
 def _check_attention_factor(keys: GgufKeys) -> None:
-    """Records a problem if the metadata of a GGUF file without YaRN and LongRoPE state another factor of the
-    rotary embedding than 1. The first files of Llama 3.1 state 1. keys: the metadata's reader.
+    """Records a problem in `keys`, the reader of a GGUF file's metadata, if the key rope.scaling.attn_factor,
+    the attention factor of YaRN and LongRoPE, is present with another value than 1. The caller passes files
+    that use neither; those of the first Llama 3.1 models state 1.
     """
     if keys.get("rope.scaling.attn_factor") not in (None, 1):
         keys.refuse("rope.scaling.attn_factor", "must be 1 without rope.scaling.type yarn or longrope")
@@ -159,7 +160,7 @@ def _yarn_of(keys: GgufKeys, architecture: str) -> Fields:
 
 def _floats(gguf: Gguf, name: str) -> list[float] | None:
     """Returns the values of a small float32 tensor of a GGUF file; None if the file lacks the tensor. Raises
-    CheckpointError if the tensor is no list of at most 64 KiB of float32."""
+    CheckpointError if it is not one-dimensional, not float32, or larger than 64 KiB."""
     tensor = gguf.tensors.get(name)
     if tensor is None:
         return None
@@ -173,9 +174,9 @@ def _floats(gguf: Gguf, name: str) -> list[float] | None:
 
 
 def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
-    """Returns a rotary embedding whose frequencies are divided by the factors that a GGUF file stores for
-    Llama 3's frequency scaling. factors: the divisor of each frequency. Raises CheckpointError if their
-    number is wrong, or one is not above 0 and below 1e6.
+    """Returns a copy of `rope` whose frequencies are divided by the factors that a GGUF file stores for Llama
+    3's frequency scaling. factors: the divisor of each frequency; path: the file, for messages. Raises
+    CheckpointError if their number is wrong, or one is not above 0 and below 1e6.
     """
     if len(factors) != len(rope.inv_freq) or not all(0 < factor < 1e6 for factor in factors):
         raise CheckpointError(
@@ -214,8 +215,9 @@ def _granite(keys: GgufKeys) -> Fields:
 
 
 def _gemma2(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of Gemma 2, read from the metadata of a GGUF file. The attention
-    scale, which the file does not state, is computed as llama.cpp and the original do.
+    """Returns the config.json fields that Gemma 2 has in addition to those of all model families, read from
+    the metadata of a GGUF file. The attention scale, which the file does not state, is computed as llama.cpp
+    and the original do; missing soft caps and windows get the original's values.
     """
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     is_27b = keys.integer("block_count") == 46
@@ -229,9 +231,9 @@ def _gemma2(keys: GgufKeys) -> Fields:
 
 
 def _gemma3(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of Gemma 3, read from the metadata of a GGUF file. The attention scale
-    and the layers with windows, which the file does not state, are computed as llama.cpp and the original
-    do.
+    """Returns the config.json fields that Gemma 3 has in addition to those of all model families, read from
+    the metadata of a GGUF file. The attention scale, which the file does not state, is computed as llama.cpp
+    and the original do. Unless the file states another period, every sixth layer has no window.
     """
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     is_27b = keys.integer("block_count") == 62
@@ -275,7 +277,7 @@ _EXTEND: Mapping[str, Callable[[GgufKeys], Fields]] = {
     "qwen3": _qwen3,
     "smollm3": _smollm3,
 }
-"""GGUF architecture -> function that returns the config.json fields that only this architecture's model
-family has, or that it fills differently from other families. The architecture is also the model_type where
-the function returns no other.
+"""GGUF architecture -> function from the reader of a file's metadata to the config.json fields that only this
+architecture's model family has, or that it fills differently from other families. The architecture is also
+the model_type where the function returns no other.
 """

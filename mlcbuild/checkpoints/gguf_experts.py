@@ -32,9 +32,9 @@ def _counts(keys: GgufKeys) -> Fields:
 
 
 def _size(keys: GgufKeys) -> int:
-    """Returns the number of hidden units of an expert of the model in a GGUF file. If the file does not state
-    it, it is that of the model's dense feed-forwards, which the file must state in any case; otherwise a
-    problem is recorded in `keys`.
+    """Returns the number of hidden units of an expert of the model in a GGUF file: expert_feed_forward_length
+    or, without this metadata key, feed_forward_length, that of the dense feed-forwards. If the file lacks
+    feed_forward_length, a problem is recorded in `keys` in either case.
     """
     return keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length"))
 
@@ -49,8 +49,8 @@ def _layers(keys: GgufKeys, *, sparse: bool) -> list[int]:
 
 
 def _leading_dense(keys: GgufKeys) -> int:
-    """Returns the number of layers before the first one with a router of experts. It is read from the names
-    of a GGUF file's tensors, because some files lack the metadata key for it.
+    """Returns the number of layers before the first one with a router of experts, or of all layers if none
+    has one. It is read from the names of a GGUF file's tensors, because some files lack the metadata key.
     """
     keys.count("leading_dense_block_count")
     dense = _layers(keys, sparse=False)
@@ -58,8 +58,8 @@ def _leading_dense(keys: GgufKeys) -> int:
 
 
 def mixtral(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of Mixtral, whose GGUF files have the architecture llama, from a GGUF
-    file.
+    """Returns the config.json fields that Mixtral, whose GGUF files have the architecture llama, has in
+    addition to those of all model families, read from the metadata of a GGUF file.
     """
     return {
         **_counts(keys),
@@ -170,7 +170,8 @@ def _glm4_moe(keys: GgufKeys) -> Fields:
 def _deepseek2(keys: GgufKeys) -> Fields:
     """Returns the config.json fields of DeepSeek-V2 or, if the router's scores are sigmoids, of DeepSeek-V3,
     from a GGUF file. Where its metadata do not state the function of the scores, it is sigmoid if the file
-    has tensors that correct scores, otherwise softmax.
+    has tensors that correct scores, otherwise softmax. A third function is recorded as a problem in `keys`,
+    the reader of the metadata.
     """
     is_corrected = any(".exp_probs_b." in name for name in keys.gguf.tensors)
     gating = keys.count("expert_gating_func") or (SIGMOID if is_corrected else SOFTMAX)
@@ -263,9 +264,9 @@ def _minimax_m2(keys: GgufKeys) -> Fields:
 
 
 def phi_lengths(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of Phi-3 models with the size of the attention window in tokens (None
-    without windows) and, if the metadata of the GGUF file state it, with the context length before rope
-    scaling extended it.
+    """Returns, from a GGUF file, two config.json fields that Phi-3 models have in addition to those of all
+    families: the size of the attention window in tokens (None without windows) and, if the metadata state it,
+    the context length before rope scaling extended it.
     """
     fields: Fields = {"sliding_window": keys.count("attention.sliding_window") or None}
     if keys.get("rope.scaling.original_context_length") is not None:
@@ -298,6 +299,6 @@ EXPERTS: Mapping[str, Callable[[GgufKeys], Fields]] = {
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
 }
-"""GGUF architecture with experts -> function that returns the config.json fields that only this
-architecture's model family has, and the model_type where it differs from the architecture.
+"""GGUF architecture with experts -> function from the reader of a file's metadata to the config.json fields
+that only this architecture's model family has, and the model_type where it differs from the architecture.
 """

@@ -35,13 +35,13 @@ NumPy array of uint8."""
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 LONGEST_KEY = 1 << 16
-"""Largest length of a metadata key or of a tensor's name in bytes; for keys it is the limit of the GGUF
-format itself."""
+"""Largest length of a metadata key or of a tensor's name in bytes; a longer one raises CheckpointError. For
+keys it is the limit of the GGUF format itself."""
 LONGEST_SHOWN = 100
 """Maximum number of characters of a tensor's or key's name that an error message shows."""
 MOST_STRINGS = 1 << 22
-"""Largest number of strings in one metadata array. Vocabularies have up to 300,000; a short string takes 60
-bytes of memory."""
+"""Largest number of strings in one metadata array; more raise CheckpointError. Vocabularies have up to
+300,000; a short string takes 60 bytes of memory."""
 MOST_DIMENSIONS = 4
 """Largest number of dimensions of a tensor, which is ggml's limit."""
 _NUMBERS = {
@@ -67,15 +67,16 @@ class Gguf:
     metadata: Mapping[str, Value]
     """Metadata key -> value, read from the first GGUF file of the model."""
     tensors: Mapping[str, Tensor]
-    """Tensor name in GGUF -> the tensor's file, offset, type and shape. Shapes are in NumPy's order, rows
-    first.
+    """Tensor name in GGUF -> the tensor's file, type, shape, and offset in bytes from the beginning of the
+    file. Shapes are in NumPy's order, rows first.
     """
 
 
 def read_gguf(path: Path) -> Gguf:
     """Reads the header of a GGUF file, or the headers of all files if it is one of a split model, and returns
-    metadata and tensors. Raises CheckpointError for a damaged, unreadable or missing file, an unsupported
-    version or tensor type, a tensor in two files, and another number of tensors than a split model states.
+    the first file's metadata and the tensors of all. Raises CheckpointError for a damaged, unreadable or
+    missing file, an unsupported version or tensor type, a tensor in two files, and another number of tensors
+    than a split model states.
     """
     paths = parts(path)
     metadata, tensors = _read_part(paths[0])
@@ -234,8 +235,8 @@ class _Reader:
 
     def _value(self, key: str) -> Value:
         """Reads and returns a metadata value. key: the name of the value in error messages. Raises
-        CheckpointError for a type that GGUF does not define, a text that is not UTF-8, too many strings, or a
-        value beyond the end of the file.
+        CheckpointError for a type that GGUF does not define, an array of arrays, a text that is not UTF-8,
+        too many strings, or a value beyond the end of the file.
         """
         kind = int(self._number("<u4", key))
         if kind == _ARRAY:
