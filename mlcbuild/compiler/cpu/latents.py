@@ -120,13 +120,13 @@ class Latents:
         return into(func, [choices, x, *weights], out)
 
     def _append(self, head_queries: Tensor, absorbed: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Emits a call of the kernel of latent attention that rotates queries and keys, and writes what is
-        cached of new tokens to the KV cache. Returns two tensors: the queries that attention multiplies with
-        the cached rows, and the changed cache.
+        """Emits a call of the kernel that prepares new tokens for latent attention: it rotates queries and
+        keys, normalizes latents, and writes each token's latent and shared key to the KV cache. Returns two
+        tensors: the queries that attention multiplies with the cached rows, and the changed cache.
 
-        head_queries: queries before rotation; absorbed: the queries times the key matrices, so that they can
-        be multiplied with cached latents; tokens: rows to cache, one for each token, before norm and
-        rotation.
+        head_queries: float32 [n, heads * query_dim], queries before rotation; absorbed: float32 [n, heads *
+        latent], the queries times the key matrices, so that they can be multiplied with cached latents;
+        tokens: float32 [n, cached], rows to cache, one for each token, before bias, norm and rotation.
         """
         spec, layer, parts, batch = self.spec, self.layer, self.parts, self.layer.batch
         bias, weight = layer.weights.get("attn.kv_a.bias", ()), norm_weights(layer.weights, "attn.kv_a_norm")

@@ -17,8 +17,8 @@ def _simplify() -> transform.Pass:
     """Returns the pass that simplifies the statements of kernels, except those with UNSIMPLIFIED set.
 
     TVM's pass replaces integer variables by their values. Where these depend on each other, as in attention,
-    the program grows exponentially: from 85 to 1270 kB of text with AMX, and LLVM takes twice as long.
-    Products consist of constant indexes; without the pass LLVM takes a fifth longer.
+    the program grows exponentially: from 85 to 1270 kB of text with AMX, and LLVM takes twice as long. Dense
+    matrix products, whose indexes are constants, need the pass: without it LLVM takes a fifth longer.
     """
 
     def simplify(mod: IRModule, _: transform.PassContext) -> IRModule:
@@ -45,8 +45,9 @@ KERNELS: Phases = (
     ("make the calling convention", X.MakePackedAPI),
     ("trust callers", X.SkipAssert),
 )
-"""Pairs (description, pass) that lower a kernel, in order. Kernels arrive scheduled, and LLVM removes common
-subexpressions and dead code itself, so this is a third of TVM's own list and takes a quarter of its time.
+"""Pairs (description, function that returns a pass) that lower a kernel, in order. Kernels arrive scheduled,
+and LLVM removes common subexpressions and dead code itself, so this is a third of TVM's own list and takes a
+quarter of its time.
 
 Kernels do not check the types and shapes of their arguments. TVM's virtual machine calls them, the exported
 functions check what callers pass, and Relax checks shapes and types of each call when the library is

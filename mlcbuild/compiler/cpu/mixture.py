@@ -89,7 +89,8 @@ class Mixture:
 
     def _route(self, source: Fed) -> Tensor:
         """Emits the router, and returns the choices of experts float32 [n, 2 * chosen]: for each row the
-        numbers of its experts, ascending, then their weights.
+        numbers of its experts, ascending, then their weights. source: (object that emits the computation of
+        an input row, tensors that it reads).
         """
         spec, weight = self.spec, self.layer.weights["mlp.router.weight"][0]
         n = source[1][0].shape[0]

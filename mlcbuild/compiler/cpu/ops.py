@@ -165,9 +165,11 @@ class CpuOps(Parts):
                 yield param.name, product.name, reason
 
     def _gated_fallback(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Returns the reason why the values act(gate) * up, the input of a feed-forward's second matrix, are
-        not packed in the tiles of AMX for prompts. Returns None if they are packed, if AMX is not used, or if
-        `name` is another matrix. name: name of a parameter; shapes: parameter name -> shape."""
+        """Returns the reason why the values act(gate) * up, the input of a gated feed-forward's second
+        matrix, are not packed in the tiles of AMX for prompts. Returns None if they are packed, if AMX is not
+        used, or if the parameter `name` is not such a matrix, layers.N.mlp.down.weight. shapes: parameter
+        name -> shape.
+        """
         layer, _, rest = name.partition(".mlp.")
         if rest != "down.weight" or f"{layer}.mlp.gate_up.weight" not in shapes:
             return None
@@ -268,8 +270,8 @@ class _Halves:
         return replace(self, room=room), x, attended
 
     def scratch(self, name: str, width: int) -> Tensor:
-        """Returns the beginning of the scratch tensor `name` in the shape [n, width]; other layers may use
-        more columns of the same memory.
+        """Returns the beginning of the scratch tensor `name` in the shape [n, width], where n is the number
+        of rows that the layer computes; other layers may use more columns of the same memory.
         """
         tensor = self.room[name]
         return tensor if int(tensor.shape[1]) == width else self.view(name, tensor.shape[0], width)
@@ -284,8 +286,9 @@ class _Halves:
 
     def attend(self, x: Tensor) -> Tensor:
         """Emits attention for the rows of the residual stream x, without the output product, and returns its
-        result, float32 [n, heads * value_dim]; for prompts it may be packed for AMX, in a tensor with more
-        columns. The emitted code also writes keys and values to the cache.
+        result, float32 [n, heads * value_dim]. If the output product can read it as tiles for AMX, the tensor
+        has more columns: in calls for prompts its start holds the tiles, in other calls each row starts with
+        the result. The emitted code also writes keys and values to the cache.
         """
         parts, spec = self.parts, self.spec.mixer
         source, weights = self.source("attn", int(x.shape[1]))
@@ -300,9 +303,10 @@ class _Halves:
         return parts.paged_attention(spec, qkv, pages, self.layer, out)
 
     def project(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Emits x += the product of `attended`, the result of attention, with the output matrix, in place,
-        and returns (x, scratch tensor name -> tensor). In a layer whose attention and feed-forward both read
-        the old x, x stays unchanged and the product is stored in the scratch tensor "branch".
+        """Emits x += the product of `attended`, the result of attention, with the output matrix, after bias,
+        norm and scale if there are any, in place, and returns (x, all scratch tensors of the layer: name ->
+        tensor). In a layer whose attention and feed-forward both read the old x, x stays unchanged and the
+        product alone is stored in the scratch tensor "branch".
         """
         source = Given(self.parts.amx_tile_columns(self.spec, self.linear("attn.o")))
         if self.is_parallel:

@@ -105,7 +105,8 @@ class Parts:
 
     def norm_of(self, spec: Norm, size: int, weights: Sequence[Tensor]) -> norm.Norm:
         """Returns a kernels.norm.Norm, which emits a norm over rows of `size` values for the CPU's
-        instruction set. weights: the norm's stored tensors, weight then bias, without those that it lacks.
+        instruction set. weights: the norm's stored tensors, weight then bias, without those that it lacks;
+        the weight is missing only if `spec` is a LayerNorm without weight.
         """
         dtypes: list[str | None] = [dtype_of(weight) for weight in weights]
         centered = isinstance(spec, LayerNorm)
@@ -138,8 +139,9 @@ class Parts:
         return self._normed_rows(config.embedding_norm, rows, norm_weights(weights, "embed_norm"))
 
     def add_positions(self, x: Tensor, positions: Tensor, table: Sequence[Tensor]) -> Tensor:
-        """Emits a copy of x float32 [n, hidden] plus the learned embeddings of positions int32 [n] + the
-        model's offset, and returns it. table: the stored tensors of the position embeddings.
+        """Emits x float32 [n, hidden] plus learned position embeddings, as a new tensor, and returns it: row
+        i gets the embedding of positions[i] + the model's offset. positions: int32 [n]; table: the stored
+        tensors of the position embeddings.
         """
         config, storage = self.config, quant.scheme_for(self.scheme, "position.weight")
         lookup = embedding(self.isa, storage, config.learned_positions, config.hidden_size)
@@ -176,11 +178,13 @@ class Parts:
         return _call(func, [x, rows, *weights_of_norm], float_rows(rows.shape[0], x.shape[1]))
 
     def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Emits the kernel between the qkv product and attention: it adds biases to queries, keys and values,
-        clips them, normalizes and rotates queries and keys, and scales queries by position, each if the layer
-        does so. Queries are changed in place in qkv; keys and values are written to the KV cache, and their
-        columns of qkv are undefined afterwards. Then it copies the pages of the cache that `batch.forks`
-        lists, for branches of a tree of draft tokens. Returns (qkv, cache), both changed in place."""
+        """Emits the kernel between the qkv product and attention. As far as the layer has these parts, it
+        adds biases to queries, keys and values, clips them (queries and keys after their norms, if these
+        precede the rotation), normalizes and rotates queries and keys, and scales queries by position.
+        Queries are changed in place in qkv; keys and values are written to the KV cache, and their columns of
+        qkv are undefined afterwards. Then it copies the pages of the cache that `batch.forks` lists, for
+        branches of a tree of draft tokens. Returns (qkv, cache), both changed in place.
+        """
         heads, batch, extras = self.heads(spec), layer.batch, layer.weights
         bias = extras.get("attn.qkv.bias", ())
         head_norms = [norm_weights(extras, f"attn.{kind}_norm") for kind in "qk"]
@@ -209,7 +213,9 @@ class Parts:
     def _head_norms(
         self, spec: Attention, weights: Sequence[Sequence[Tensor]]
     ) -> tuple[norm.Norm, norm.Norm] | None:
-        """Returns (norm of queries, norm of keys) of a layer; None if the layer normalizes neither."""
+        """Returns (norm of queries, norm of keys) of a layer; None if the layer has no such norms. A layer
+        has both or neither.
+        """
         if spec.qk_norm is None:
             return None
         counts = (spec.heads, spec.kv_heads) if spec.qk_norm_span == "heads" else (1, 1)
@@ -221,7 +227,8 @@ class Parts:
 
     def paged_attention(self, spec: Mixer, qkv: Tensor, pages: Tensor, layer: Layer, out: Tensor) -> Tensor:
         """Emits the attention kernel, which writes its result to `out`, and returns `out`. If `out` has more
-        columns than the result needs, prompt rows may be stored packed for AMX.
+        columns than the result needs, prompt rows are stored at its start as tiles for AMX; the caller makes
+        it wider only if attention can do this.
         """
         batch, kernel = layer.batch, self.attending(spec)
         tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
@@ -295,7 +302,8 @@ class Parts:
     def activated(self, spec: Dense, bias: Sequence[Tensor], scalars: Sequence[Tensor]) -> Activated:
         """Returns an object with which the kernel of a matrix product computes the rows that it multiplies:
         act(up), in a feed-forward without gate. bias: stored tensors of the bias of up, empty if there is
-        none; scalars: the stored tensor of the activation's parameters, if it has any."""
+        none; scalars: a list of the one stored tensor of the activation's parameters, empty if it has none.
+        """
         return Activated(self.isa, spec.activation, spec.size, _dtype(bias), _dtype(scalars))
 
     def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:
@@ -338,13 +346,16 @@ class Parts:
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
         """Emits the kernel that sets the logits of excluded tokens to minus infinity, in place, and returns
         the logits [q, vocab]. masks: int32 [m, 1 + w], each row the index of a row of logits, then w words
-        with one bit per token, 0 if excluded."""
+        with one bit per token, lowest token in the lowest bit, 0 if excluded.
+        """
         return _into(logit_mask.masked(self.isa), [masks], logits)
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
         """Emits the kernel that samples a token from each of q rows of logits, float32 [1, q, vocab], into
-        `out`, int32 [q]. This function returns the logits, which stay unchanged. params: float64 [q, 5], for
-        each row 1 / temperature, logit_drop (the threshold of min_p), top_p, top_k and a random number.
+        `out`, int32 [q]: -2 if the row's 1 / temperature is negative or NaN, -1 if a logit is NaN or the
+        largest one is infinite. This function returns the logits, which stay unchanged. params: float64 [q,
+        5], for each row 1 / temperature, logit_drop (min_p as the smallest allowed difference, at most 0,
+        from the largest logit), top_p, top_k and a random number.
         """
         func = sampling.sample(self.isa)
         shapes = [Tensor.placeholder(logits.shape, "float32"), Tensor.placeholder(out.shape, "int32")]
@@ -354,7 +365,9 @@ class Parts:
 
 
 def norm_weights(weights: Weights, name: str) -> list[Tensor]:
-    """Returns the stored tensors of the norm `name`: weight, then bias, without those that the norm lacks."""
+    """Returns the stored tensors of the norm `name`: weight, then bias, without those that the norm lacks; []
+    if there is no such norm.
+    """
     return [tensor for kind in ("weight", "bias") for tensor in weights.get(f"{name}.{kind}", ())]
 
 

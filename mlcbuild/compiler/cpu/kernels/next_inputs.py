@@ -36,13 +36,14 @@ def follow() -> PrimFunc:
     column is a random number, the others stay unchanged), sampled_tokens int32 [k, n], state int32 [3] (steps
     done, steps after which the loop pauses, maximum steps), continues bool [].
 
-    `tokens` are those that the step has sampled. They are copied to row i of `sampled_tokens`, i being the
-    number of steps done, i is increased by 1, and the step's random numbers are replaced by row i + 1 of
-    `random_numbers`. No step follows, for any sequence, if one sampled token is negative, or is one of
-    `eos_tokens` in a sequence with `stops_at_eos`, or after the maximum number of steps; then only
-    sampled_tokens, state and continues change. `continues` is True if the next step must follow in the same
-    call; False if none follows, when the loop pauses, or when any thread has set `interrupt`. In the last two
-    cases the next step's arguments are in place.
+    `tokens` are those that the step has sampled, and the inputs of the next step. They are copied to row i of
+    `sampled_tokens`, where i is the number of steps done before this one; then this number is increased by 1.
+    Positions and lengths grow by 1, slots become those of the new positions, and row i + 1 of
+    `random_numbers` replaces the step's random numbers. No step follows, for any sequence, if one sampled
+    token is negative, or is one of `eos_tokens` in a sequence with `stops_at_eos`, or after the maximum
+    number of steps; then only sampled_tokens, state and continues change. `continues` is True if the next
+    step must follow in the same call; False if none follows, when the loop pauses, or when any thread has set
+    `interrupt`. In the last two cases the next step's arguments are in place.
     """
     with kernel("follow") as building:
         n, many = size_var("n"), size_var("k")

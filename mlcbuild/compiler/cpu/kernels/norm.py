@@ -15,8 +15,9 @@ from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, registers, size_var
 
 SERIAL_ROWS = 8
-"""Maximum number of rows whose norm one core computes alone, since waking the other cores would take longer;
-`ci/bench/kernels --threads 2` prints how long waking takes."""
+"""Maximum number of rows that one core normalizes, or adds to the residual stream, alone, since waking the
+other cores would take longer; `ci/bench/kernels --threads 2` prints how long waking takes.
+"""
 
 Read = Callable[[Expr], Expr]
 Write = Callable[[Expr, Expr], None]
@@ -27,7 +28,7 @@ Weights = tuple[Buffer | None, Buffer | None]
 @dataclass(frozen=True)
 class Norm:
     """A norm over `size` values for CPU kernels: RMSNorm, or LayerNorm if `centered`. `eps` is added to the
-    mean square, `offset` to each weight.
+    mean square (the variance in LayerNorm) before the square root, `offset` to each weight.
     """
 
     isa: ISA

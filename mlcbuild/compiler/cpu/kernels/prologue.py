@@ -22,11 +22,13 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument
 from mlcbuild.models import Activation
 
 SERIAL_BYTES = 48 << 10
-"""Number of bytes below which one core multiplies a matrix alone if x has one row: waking others costs more.
-`ci/bench/kernels --threads 2` prints what waking costs."""
+"""Number of bytes of a matrix below which one core multiplies it alone, since waking others costs more: if x
+has one row or, with a router's matrix, at most SERIAL_ROWS rows. `ci/bench/kernels --threads 2` prints what
+waking costs.
+"""
 SERIAL_ROWS = 4
-"""Maximum number of rows of x that one core packs for products in float32 alone, or multiplies alone with an
-unquantized matrix such as a router's, since waking the other cores would take longer; `ci/bench/kernels
+"""Maximum number of rows of x that one core packs for products in float32 alone, or multiplies alone with a
+router's matrix of less than SERIAL_BYTES, since waking the other cores would take longer; `ci/bench/kernels
 --threads 2` prints how long waking takes.
 """
 
@@ -38,8 +40,9 @@ class RowSource(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Returns True if the input of a matrix product needs no packing for prompts: the first tensor from
-        which it is read then holds all rows as tiles for AMX. The method `row` reads other rows.
+        """Returns True if the input of a matrix product needs no packing in calls for prompts: the first
+        tensor from which it is read then holds all rows as tiles for AMX. In other calls the method `row`
+        reads the rows, or computes them, from that tensor.
         """
         ...
 
@@ -67,8 +70,8 @@ class RowSource(Protocol):
 @dataclass(frozen=True)
 class Given:
     """The input of a matrix product that is read as it is: x, float32 [m, k]. If `columns` is not 0, the
-    tensor has this number of columns: the first k of each row are x or, for prompts, its start holds all of x
-    packed for AMX.
+    tensor is float32 [m, columns] with more than k columns: in calls for prompts its start holds all of x
+    packed for AMX, in other calls the first k columns are x.
     """
 
     columns: int = 0
@@ -201,7 +204,9 @@ class Activated:
 
 
 def _letters(number: float) -> str:
-    """Returns a number as a part of a symbol's name: 1e-05 becomes "1em05", 0.5 becomes "0p5"."""
+    """Returns a number as a part of a symbol's name: its repr with "m" for "-", "p" for "." and no "+". 1e-05
+    becomes "1em05", 0.5 becomes "0p5".
+    """
     return repr(number).replace("-", "m").replace(".", "p").replace("+", "")
 
 

@@ -94,15 +94,16 @@ class Records:
 
     @property
     def powers(self) -> bool:
-        """Returns True if the scales of activations are powers of two, as for 4-bit weights with one scale
-        per group and no minima."""
+        """Returns True if the scales of activations are powers of two, which is so only for 4-bit weights
+        with one scale per group and no minima.
+        """
         return self.dot.bits == 4 and self.blocks is None
 
     @property
     def halves(self) -> int:
-        """Returns the number of scales that a group of 32 weights has, 1 or 2 (one for each half). For each
-        of them, quantized activations hold -offset times the sum of their int8 codes, since stored weights
-        are too large by `offset`.
+        """Returns the number of scales that a group of 32 weights has: 1, or 2 (one for each half). For each
+        of them, quantized activations hold a correction: -offset times the sum of the int8 codes that it
+        covers, since stored weights are too large by `offset`.
         """
         return 1 if self.blocks is None else self.blocks.halves
 
@@ -232,8 +233,8 @@ def _quantize_group(
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
     """Returns the scale of a group of activations, max |x| / 127, as an int32 that holds its float32 bits,
-    and the scale's inverse as float32, 0 if all activations are 0 or max |x| is NaN (as then the scale is).
-    largest: the float32 bits of max |x|.
+    and the scale's inverse as float32. If all activations are 0, both are 0; if max |x| is NaN, the scale is
+    NaN and the inverse 0. largest: the float32 bits of max |x|.
     """
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(0), f32(127) / value, f32(0)))
@@ -242,8 +243,8 @@ def _quotient(largest: Expr) -> tuple[Expr, Expr]:
 
 def _power(largest: Expr) -> tuple[Expr, Expr]:
     """Returns the scale of a group of activations, max |x| / 127 rounded up to a power of two and limited to
-    2**-100 .. 2**112, and the scale's inverse as float32. The scale is an int32 that multiplies a float32 by
-    it when added to the float32's bits. largest: the float32 bits of max |x|.
+    2**-100 .. 2**112 (2**112 if max |x| is NaN), and the scale's inverse as float32. The scale is an int32
+    that multiplies a float32 by it when added to the float32's bits. largest: the float32 bits of max |x|.
     """
     quotient = T.reinterpret("int32", T.reinterpret("float32", largest) * f32(1 / 127))
     bounded = T.max(i32(_ONE + (_LEAST << 23)), T.min(quotient, i32(_ONE + (_MOST << 23))))

@@ -22,14 +22,16 @@ from mlcbuild.compiler.cpu.kernels.norm import Norm, Weights
 from mlcbuild.models import QueryScale
 
 SERIAL_TOKENS = 4
-"""Maximum number of tokens whose rotation one core computes alone, since waking the other cores would take
-longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
+"""Maximum number of tokens whose angles, or whose rotation and writes to the KV cache, one core computes
+alone, since waking the other cores would take longer; `ci/bench/kernels --threads 2` prints how long waking
+takes.
+"""
 
 
 def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = None) -> PrimFunc:
     """Returns the kernel (positions int32 [n], inv_freq float32 [dim/2], out float32 [n, dim]) that writes
-    the cosines of position * inv_freq, then the sines, times `factor`. With `query_scale`, `out` has one more
-    column, the scale of queries at this position: 1 + beta * ln(1 + position // length).
+    the cosines of position * inv_freq, then the sines, both times `factor`. With `query_scale`, `out` has one
+    more column, the scale of queries at this position: 1 + beta * ln(1 + position // length).
 
     The angle is computed in float32, as checkpoints' own code does, so long contexts agree with it.
     """
@@ -68,8 +70,8 @@ class Append:
     bias: str | None
     """Stored type of the bias of query, key and value; None: there is none."""
     norms: tuple[Norm, Norm] | None
-    """The norms of queries and of keys, each over one head or over all heads of a token; None: they are not
-    normalized.
+    """The norms of queries and of keys, each over all heads of a token if its size exceeds that of a head,
+    else over one head; None: they are not normalized.
     """
     own_weights: bool = False
     """True if each head has its own weights in the norms of queries and keys."""
@@ -107,7 +109,9 @@ class _Row:
     turns: Buffer | None
     bias: Buffer | None
     weights: tuple[Weights, Weights]
-    """(buffers of the query norm's weights and biases, buffers of the key norm's weights and biases)."""
+    """(buffers of the query norm's weights and biases, buffers of the key norm's weights and biases); a
+    buffer that a norm lacks is None.
+    """
 
 
 def rope_append(spec: Append) -> PrimFunc:
@@ -216,9 +220,10 @@ def _normalize_all(spec: Append, token: _Row) -> None:
 def _normalize(
     spec: Append, norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0
 ) -> None:
-    """Emits code that normalizes a part of a token's row in qkv (queries, keys and values) in place, from
-    column `start` on, and clips the results if the model clips between norm and rotation. weights: buffers of
-    the norm's weights and biases; first: index in these buffers of the first element that applies.
+    """Emits code that normalizes `norm.size` values of a token's row in qkv (queries, keys and values) in
+    place, from column `start` on, and clips the results if the model clips between norm and rotation.
+    weights: buffers of the norm's weights and biases; first: index in these buffers of the first element that
+    applies.
     """
     norm_floats = norm.floats
     clip = spec.clip if spec.clips_norms else None
@@ -270,8 +275,8 @@ def _rotate(spec: Append, token: _Row, turns: Buffer, start: Expr) -> None:
 
 def _adjust(spec: Append, token: _Row, start: Expr | int, size: int) -> None:
     """Emits code that adds the bias to `size` values of a token's queries or keys in place, from column
-    `start` of qkv on, and clips the results if the model clips before norms. Both parts are optional: a model
-    may have no bias, and no clipping.
+    `start` of qkv and of the bias on, and clips the results unless the model clips after norms instead. Both
+    parts are optional: a model may have no bias, and no clipping.
     """
     clip = None if spec.clips_norms else spec.clip
     if token.bias is None and clip is None:

@@ -75,9 +75,10 @@ class _Picks:
     def scored(self, logits: Buffer, row: Expr, correction: Buffer | None) -> None:
         """Emits code that chooses the experts with the largest scores, sigmoid or softmax of the logits, only
         from the best groups if the router has groups, and writes to self.picked, float32 [2 * chosen], the
-        numbers of the chosen experts, then their weights: the scores, divided by their sum if the router
-        normalizes, times its scale. Scores overwrite the logits. row: index of the row of logits; correction:
-        float32 [experts] that is added to scores for choosing only, or None.
+        numbers of the chosen experts, in the order of choice, then their weights in the same order: the
+        scores, divided by their sum if the router normalizes, times its scale. Scores overwrite the logits.
+        row: index of the row of logits; correction: float32 [experts] that is added to scores for choosing
+        only, or None.
         """
         spec, router = self.spec, self.spec.router
         self._score(logits, row)

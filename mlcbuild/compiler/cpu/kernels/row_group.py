@@ -135,9 +135,10 @@ class GroupRows:
         fetch_rows(weights[0], row, block * self.lanes, self.row_bytes)
 
     def _word(self, block: Expr) -> Expr:
-        """Returns the index of the first uint32 word of a block of weights in a row. A block starts at the
-        first word of a quantization group of 32 weights, or lies inside a single group. If a row is not a
-        whole number of blocks, its last block ends with the row and overlaps the block before it.
+        """Returns the index, in a row, of the first uint32 word of a block of weights; a block has as many
+        words as a vector has lanes. It starts at the first word of a quantization group of 32 weights, or
+        lies inside a single group. If a row is not a whole number of blocks, its last block ends with the row
+        and overlaps the block before it.
         """
         if self.words % self.lanes == 0:
             return block * self.lanes

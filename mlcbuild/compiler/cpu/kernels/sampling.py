@@ -1,8 +1,9 @@
 """Emits the kernel that samples one token from each row of logits, with a random number that the caller
 passes.
 
-A token's weight is exp((logit - largest) / temperature) in float32; sums of many weights are float64. A row's
-token depends only on the row's own logits and parameters: not on other rows or on the number of threads.
+A token's weight is exp((logit - the row's largest) / temperature) in float32; sums of many weights are
+float64. A row's token depends only on the row's own logits and parameters: not on other rows or on the number
+of threads.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def sample(isa: ISA) -> PrimFunc:
     """Returns the kernel (logits float32 [a, b, v], sampling_params float64 [q = a * b, 5], tokens int32 [q]
     out) that samples a token from each row of logits. The five parameters of a row are 1 / temperature (0:
     the first token with the largest logit is chosen), min_p as the smallest allowed difference, at most 0, of
-    a logit from the row's largest one (-inf: no limit), top_p, top_k (0: no limit), and a random number from
-    0 to 1.
+    a logit from the row's largest one (-inf: no limit), top_p (1: no limit), top_k (0: no limit), and a
+    random number from 0 to 1.
 
     It writes NO_TOKEN (-2) for a row whose inverse temperature is negative or NaN, INVALID_TOKEN (-1) if a
-    logit is NaN or the largest one is infinite. top_k and top_p keep all tokens that are as likely as the
-    least likely one that they must keep.
+    logit is NaN or the largest one is infinite. top_p counts only the weight of tokens that min_p and top_k
+    keep. top_k and top_p keep all tokens that are as likely as the least likely one that they must keep.
     """
     with kernel("sample") as function:
         rows, width = size_var("q"), size_var("v")

@@ -63,9 +63,10 @@ class _Bounds:
 
 
 def set_filters(row: Row, most: Expr, least: Register) -> None:
-    """Emits code that applies top_k, top_p and min_p to a row: it writes the smallest logit that may be
-    sampled to the register `least`, and the sum of weights of the allowed tokens of each block to the row's
-    buffer of sums. most: the row's largest logit. 1 / temperature of the row must be greater than 0.
+    """Emits code that applies min_p and top_k to a row, and top_p to the tokens that they keep: it writes the
+    smallest logit that may be sampled to the register `least`, and the sum of weights of the allowed tokens
+    of each block to the row's buffer of sums. most: the row's largest logit. 1 / temperature of the row must
+    be greater than 0.
     """
     room = T.alloc_buffer((T.bind(row.blocks * BLOCK),), "float32")
     floor = T.Cast("float32", T.Cast("float64", most) + row.parameter("logit_drop"))
@@ -267,9 +268,11 @@ def _narrow(
 ) -> None:
     """Emits a bisection for a threshold on the first `count` logits of a buffer, which must have room for
     whole vectors: the emitted code pads the last one. Afterwards bounds.low is the largest threshold that
-    keeps the requested number of tokens, or the requested sum of weights. values: (buffer, index of its row);
+    keeps the requested number of tokens, or the requested sum of weights; bounds.above, the part of them that
+    lies at or above bounds.high and is not in the buffer, counts, too. values: (buffer, index of its row);
     weights: [buffer with the logits' weights], or empty or None to count tokens; aim: (bounds, requested
-    number or sum)."""
+    number or sum).
+    """
     (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
     vectors = T.bind((count + (lanes - 1)) // lanes)
     with T.serial(vectors * lanes - count) as pad:

@@ -1,5 +1,6 @@
 """Emits code of the sampling kernel that reads one row of logits in blocks of 256 tokens and stores, for each
-block, the largest logit and the sum of the tokens' sampling weights, exp((logit - largest) / temperature).
+block, the largest logit and the sum of the tokens' sampling weights, exp((logit - m) / temperature), where m
+is the largest logit of the row or, at first, of the block.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, register, typed
 
 BLOCK = 256
 """Number of tokens in one block of a row of logits. For each block, the sampling kernel stores the largest
-logit and the sum of the tokens' weights, exp((logit - largest) / temperature). The benchmark `ci/bench/step`
-compares decode steps that sample with greedy ones.
+logit and the sum of the tokens' sampling weights. The benchmark `ci/bench/step` compares decode steps that
+sample with greedy ones.
 """
 TASK = 16
 """Number of blocks, of 256 logits each, in one parallel task of the sampling kernel's first pass over a row.
-On a core of Zen 5, the pass takes up to 11 % longer with 4 blocks, and up to 3 % less with 64, which leave
-cores idle (`ci/bench/constants`).
+On a core of Zen 5, the pass takes up to 11 % longer with 4 blocks than with 16, and up to 3 % less with 64,
+which leave cores idle (`ci/bench/constants`).
 """
 INVERSE_TEMPERATURE = SAMPLING_COLUMNS.index("inverse_temperature")
 FAR = 87.0
@@ -120,7 +121,7 @@ class Row:
         0 where a logit is more than 87 times the temperature below `highest`.
 
         The integer part of the base-2 exponent goes into the exponent bits, and a polynomial of the rest,
-        from -1/2 to 1/2, into the others; error 1e-7.
+        from -1/2 to 1/2, into the others; the polynomial's relative error is 1e-7.
         """
         dtype, ints = typed("float32", floats.lanes), typed("int32", floats.lanes)
         scale = T.bind(self.scale * T.float32(1 / math.log(2)))

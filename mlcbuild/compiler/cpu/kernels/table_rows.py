@@ -51,7 +51,9 @@ class TableRow:
 
 
 def copy_plain(lookup: TableRow) -> None:
-    """Emits the copy of a row of an unquantized embedding table, value by value."""
+    """Emits the copy of a row of an unquantized embedding table, converted to float32, into the output row,
+    value by value.
+    """
     with T.serial(0, i64(lookup.hidden)) as k:
         T.buffer_store(
             lookup.out, load_f32(lookup.isa, lookup.weights[0], (lookup.token, k), 1), [lookup.row, k]
@@ -60,8 +62,8 @@ def copy_plain(lookup: TableRow) -> None:
 
 def copy_grouped_row(lookup: TableRow) -> None:
     """Emits code that dequantizes one row of an embedding table, 4- or 8-bit codes and their scales stored
-    row by row, into a row of the float32 output: (code - offset) * scale with offset 7 or 127. Each uint32
-    word of 8 or 4 codes becomes one vector.
+    row by row, into a row of the float32 output: (code - offset) * scale with offset 7 (4 bits) or 127 (8
+    bits). Each uint32 word of 8 or 4 codes becomes one vector.
     """
     words, scales = lookup.weights
     bits = lookup.bits
@@ -76,12 +78,15 @@ def copy_grouped_row(lookup: TableRow) -> None:
 
 
 def copy_tiled_row(lookup: TableRow) -> None:
-    """Emits code that dequantizes one row of an embedding table into a row of the float32 output, four values
-    at a time. The table has the x16 layout: tiles of 16 rows and groups of 32 columns. A group of a tile is
-    stored in lines that hold four bytes of each row. With 8 bits, line j holds the values 4j to 4j + 3. With
-    4 to 6 bits, the low halves of its bytes belong to the values from 4j on, the high halves to those from 16
-    + 4j on; the last lines of the group hold the bits above four. With 3 bits, the quarters of its bytes
-    belong to the values from 4j, 8 + 4j, 16 + 4j and 24 + 4j on, and the last line holds the third bits.
+    """Emits code that dequantizes one row of an embedding table in the x16 layout (tiles of 16 rows, groups
+    of 32 columns) into a row of the float32 output: (code - zero) * scale, plus the minimum if the format has
+    minima.
+
+    A group of a tile is stored in lines that hold four bytes of each row, one for each value of a quad (four
+    consecutive values). With 8 bits, line j holds quad j. With 4 to 6 bits, line j holds the low four bits of
+    quad j and, in the high halves of its bytes, those of quad j + 4; with 3 bits, the low two bits of quads
+    j, j + 2, j + 4 and j + 6. The bits above follow: one line, in which bit q of a byte belongs to quad q,
+    or, with 6 bits, two, with two bits for each of four quads.
     """
     matrix = TiledMatrix(lookup.isa, lookup.scheme, 1, lookup.hidden)
     width, fields = low_bits(lookup.bits), matrix.dot.fields
@@ -126,8 +131,8 @@ def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
 
 
 def copy_unpacked(lookup: TableRow, form: RowFormat) -> None:
-    """Emits the copy of a row of an embedding table, value by value, with the code by which products in
-    float32 read the table's format.
+    """Emits the copy of a row of an embedding table, as float32, into the output row, value by value, with
+    the code by which products in float32 read the table's format.
     """
     with T.serial(0, i64(form.blocks)) as block:
         loaded = form.load(lookup.weights, lookup.token, block)

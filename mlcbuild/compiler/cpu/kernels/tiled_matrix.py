@@ -46,8 +46,9 @@ class TiledMatrix:
 
     @property
     def zero(self) -> int:
-        """Returns the code, the stored integer, that stands for the weight 0 in the matrix's quantized
-        format."""
+        """Returns the number, 2**(bits - 1), that is subtracted from a stored code before the scale
+        multiplies it; 0 in formats with unsigned codes.
+        """
         return 1 << (self.bits - 1) if self.blocks is None else self.blocks.zero
 
     @property
@@ -117,7 +118,7 @@ class TiledMatrix:
 
         tensors: the stored tensors that hold the scales or minima; place: (index of the stored tile of 16
         rows, group, first row in the tile); half: 0 or 1; steps: in formats with two-level scales, the dtype
-        of each group's integer, by which the scale of 256 weights is multiplied.
+        of each group's integer, by which the scale of 256 weights is multiplied; not used in other formats.
         """
         tile, group, lane = place
         if self.blocks is None or self.blocks.scale != "levels":

@@ -19,8 +19,8 @@ UNSIMPLIFIED = "mlcbuild.unsimplified"
 
 
 def prim_func(name: str, body: Callable[[], None], *, simplified: bool = True) -> PrimFunc:
-    """Returns a finished TensorIR kernel. body: function that declares the kernel's arguments and emits its
-    statements, called inside one block; simplified: False if TVM must not simplify the statements.
+    """Returns a finished TensorIR kernel. body: function without parameters that declares the kernel's
+    arguments and emits its statements; simplified: False if TVM must not simplify the statements.
     """
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
