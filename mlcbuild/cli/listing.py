@@ -21,7 +21,8 @@ def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
 
 
 def _escaped(line: str) -> str:
-    """Returns a line of JSON with unprintable characters escaped, which can only occur in strings."""
+    """Returns a line of JSON text with each unprintable character, which can only occur inside a string,
+    replaced by its JSON escape."""
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in line)
 
 

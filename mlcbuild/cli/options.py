@@ -93,9 +93,9 @@ def settings(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Parses a size such as 20GB (powers of 1000) or 20GiB (powers of 1024) into bytes; without a unit it is
-    in bytes. Raises argparse.ArgumentTypeError for other text.
-    """
+    """Parses a size such as 20GB or 1.5 GiB into bytes, rounded down: units up to TB are powers of 1000, up
+    to TiB powers of 1024, in any case of letters; without a unit it is in bytes. Raises
+    argparse.ArgumentTypeError for other text."""
     try:
         return sizes.parse(text)
     except ValueError as error:
@@ -342,7 +342,8 @@ def names(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe(parser: argparse.ArgumentParser) -> None:
-    """Adds to a parser the arguments for a recipe, and for the recipe's variables."""
+    """Adds to a parser the argument that names a recipe, --set, which sets a variable of the recipe, and
+    --allow-outside, which lets its paths leave its directory."""
     parser.add_argument(
         "recipe",
         nargs="?",
@@ -353,9 +354,9 @@ def recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def init(parser: argparse.ArgumentParser) -> None:
-    """Adds to the parser of the verb `init` its optional argument: the model of the new recipe (a
-    checkpoint's directory, a GGUF file or hf://org/model), or the directory into which the recipe is written.
-    """
+    """Adds to the parser of the verb `init` its optional argument: the model of the new recipe (a directory
+    with a checkpoint's config.json, a GGUF file or hf://org/model), or else the directory into which the
+    recipe is written, by default the current one."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -367,8 +368,8 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_file(name: str, verb: str) -> str:
-    """Returns the path of the recipe that a command line names. A directory stands for the recipe.yaml in it
-    or, if `verb` is publish, for a bundle and is returned unchanged. Raises UsageError if a directory holds
+    """Returns the path of the recipe that a command line names. A directory stands for the recipe.yaml in it,
+    but if `verb` is publish, it is a bundle and is returned unchanged. Raises UsageError if a directory holds
     no recipe.yaml, or if `name` is recipe.yaml, the default, and no such file exists; other files are not
     checked."""
     recipe_path = Path(name) / RECIPE

@@ -27,8 +27,8 @@ def publish(arguments: argparse.Namespace) -> int:
     Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless. If the build fails,
     nothing is sent and the code is the build's. With --dry-run the plan is printed and nothing is built or
     sent. Raises UsageError for a destination that is wrong, missing, or given for a recipe, which lists its
-    own, and for --dry-run with a bundle; BundleError for a damaged bundle, after those before it were sent.
-    """
+    own, and for --dry-run with a bundle; InputError for an invalid recipe; BundleError for a damaged bundle,
+    after those before it were sent."""
     for url in arguments.to:
         if problem := fault(url, writing=True):
             raise UsageError(f"mlcbuild publish: --to {problem}")
@@ -63,8 +63,7 @@ def _publish_bundle(arguments: argparse.Namespace) -> int:
 
 def _build(arguments: argparse.Namespace) -> tuple[Session, Result]:
     """Builds the recipe that the arguments of `publish` name, with messages on stderr, and returns (the
-    Session of the open recipe, the Result of the build).
-    """
+    Session of the open recipe, the Result of the build), also if a step failed."""
     return build.build(argparse.Namespace(**{**vars(arguments), "json": True}))
 
 
@@ -88,9 +87,8 @@ def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
 
 def _conclude(arguments: argparse.Namespace, sent: Iterable[Sent], more: Mapping[str, object]) -> int:
     """Prints the JSON document of `publish --json`, if the command line requests it, and returns the exit
-    code: 1 if a bundle could not be sent. sent: for each bundle and address, the outcome and the number of
-    bytes sent; more: further fields of the document. Skipped bundles are not in it.
-    """
+    code: 1 if a bundle could not be sent, else 0. sent: results, one for each bundle and address; more:
+    further fields of the document. Skipped bundles do not count as failures and are not in the document."""
     rows = [_row(item) for item in sent if item.status != "skipped"]
     if arguments.json:
         show(True, {"published": rows, **more}, [])
@@ -105,10 +103,10 @@ def _row(sent: Sent) -> dict[str, str | int]:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Downloads a published bundle into a directory, and prints the directory and an immutable address of the
-    bundle. A bundle that the directory holds already is replaced. Raises UsageError for an address of another
-    kind than oci:// and hf://, PublishError if the directory holds something else or the download fails,
-    SourceError for a failure of a model hub."""
+    """Downloads a published bundle into a directory, by default one named like the bundle, and prints the
+    directory and, unless the passed address is immutable already, an immutable one. A bundle that the
+    directory holds already is replaced. Raises UsageError for an invalid address, such as one of another kind
+    than oci:// and hf://, PublishError if the directory exists without a bundle or the download fails."""
     if problem := fault(arguments.source, writing=False):
         raise UsageError(f"mlcbuild pull: {problem}")
     directory = Path(arguments.directory or _name(arguments.source))

@@ -36,12 +36,12 @@ from mlcbuild.targets import presets
 @dataclass(frozen=True)
 class Printed:
     """The texts that a later run of the same command line prints if nothing has changed, so that it has no
-    work.
-    """
+    work: the lines for variants and their speeds, and the end of the last line."""
 
     lines: tuple[str, ...]
     places: str
-    """The end of the last line that a run prints: the directories of the finished bundles."""
+    """The end of the last line that a run prints, after its duration: the number of finished bundles and
+    their directories."""
 
 
 class _DoubtError(Exception):
@@ -53,12 +53,11 @@ class _DoubtError(Exception):
 
 def leave(session: Session, result: Result, printed: Printed, words: Sequence[str], began: int) -> None:
     """Writes a receipt for a command line to the store, by which a later run sees that nothing has changed
-    and ends at once. It writes none on macOS, if a file cannot be read, or if an input changed so recently
-    that a later change may not show in its mtime.
+    and ends at once. It writes none, without an error, on macOS, if a file cannot be read or is not as the
+    run left it, or if an input changed so recently that a later change may not show in its mtime.
 
     words: the command line. result: outcome of a run after which nothing is left to do. printed: texts that
-    the later run prints. began: start of the run in nanoseconds since 1970, before which it read nothing.
-    """
+    the later run prints. began: start of the run in nanoseconds since 1970, before which it read nothing."""
     if sys.platform == "darwin":
         return  # Apple's `clang` is a wrapper: no file shows which linker it starts.
     looked, store = time.time_ns(), session.store
@@ -100,11 +99,12 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 
 
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields those directories of bundles, and their parents, whose mtime is certain to change with any later
-    change of the names in them. For each other directory, appends to `listed` its path, its number of
-    entries, and the name and inode of each. Adds the bundles' files to `blobs`. outputs: the bundles'
-    directories; looked: time of the check, in ns since 1970. Raises _DoubtError if a file was changed since
-    the run wrote it."""
+    """Yields the paths of those directories of bundles, and of their parents, whose mtime is old enough to
+    change with any later change of the names in them. For each other directory, appends to `listed` its path,
+    its number of entries, and the name and inode of each. Adds to `blobs` the sizes of the bundles' files
+    that are no hard links to files of the store. outputs: the bundles' directories; looked: time of the
+    check, in ns since 1970. Raises _DoubtError if a bundle is a symbolic link or the mtime of a file shows a
+    change since the run wrote it."""
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
     # The lists of written files beside bundles are replaced by rename, which changes the parent directory.
@@ -139,13 +139,12 @@ def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
 
 
 def _code(graph: Graph, store: Store) -> Iterator[str]:
-    """Yields the paths of the program's source files on which a run of `graph` depends, and their
-    directories. These files are the modules that this process has loaded, and those that are hashed into the
-    cache keys of the steps.
+    """Yields the paths of the program's source files on which a run of the build graph `graph` depends, and
+    their directories. These files are the modules that this process has loaded, and those that are hashed
+    into the cache keys of the steps.
 
-    A run without work loads no others: another one is loaded only after an edit of one of these files or
-    after a new file has appeared in one of the directories, where it may replace a module.
-    """
+    No other files matter: a run without work would load another module only after an edit of one of these
+    files, or after a new file in one of the directories has replaced a module."""
     closures: canon.SourceFiles = {}
     for modules in dict.fromkeys(step_modules(step) for step in graph.steps()):
         canon.code_files(*modules, files=closures, imports=store.cache.imports())
@@ -170,8 +169,8 @@ def _data() -> Iterator[str]:
 
 
 def _demand_old(paths: Sequence[str], read_ns: int) -> None:
-    """Raises _DoubtError if one of the paths was changed so shortly before the time `read_ns`, at which its
-    contents may have been read (nanoseconds since 1970), that a later change may not show in its mtime.
+    """Raises _DoubtError if one of the paths was changed later than 2 s before the time `read_ns`, at which
+    its contents may have been read (nanoseconds since 1970): a later change may then not show in its mtime.
     """
     if is_racy(_latest(receipt.stats(paths)), read_ns):
         raise _DoubtError("too recent")
@@ -179,20 +178,20 @@ def _demand_old(paths: Sequence[str], read_ns: int) -> None:
 
 def _latest(stats: Sequence[int]) -> int:
     """Returns the latest of all mtimes and ctimes in a flat list of stats, three numbers for each path
-    (inode, mtime, ctime), in nanoseconds.
-    """
+    (inode, mtime, ctime), in nanoseconds; 0 for an empty list."""
     return max(max(stats[1::3], default=0), max(stats[2::3], default=0))
 
 
 @dataclass
 class _Blobs:
     """Collects the sizes of files in a store and of other files in bundles, after checking that each still
-    has the fixed mtime of files in a store and, in the store, the expected size. Raises _DoubtError
-    otherwise."""
+    has the mtime that the store gives its files (1980-01-01) and, in the store, the expected size. Otherwise
+    raises _DoubtError, or OSError if a file is missing."""
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
-    """Sizes of files in the store: path relative to the store's directory cas/ -> size in bytes."""
+    """Sizes of the store's files on which the run's result depends: path relative to the store's directory
+    cas/ -> size in bytes."""
     copies: dict[str, int] = field(default_factory=dict)
     """Absolute path -> size in bytes, for files in bundles that are not among the stored files of any build
     step's result.
@@ -221,12 +220,11 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields those directories of one bundle whose mtime is certain to change with any later change of the
+    """Yields those directories of one bundle whose mtime is old enough to change with any later change of the
     names in them. For each other directory, appends to `listed` its path, its number of entries, and the name
-    and inode of each. Adds the bundle's files to `blobs`, except hard links to files of the store. output:
-    the bundle's directory; looked: time of the check, in ns since 1970. Raises _DoubtError if `output` is a
-    symbolic link, or if a file was changed since the run wrote it.
-    """
+    and inode of each. Adds to `blobs` the sizes of the bundle's files, except hard links to files of the
+    store. output: the bundle's directory; looked: time of the check, in ns since 1970. Raises _DoubtError if
+    `output` is a symbolic link, or if the mtime of a file shows a change since the run wrote it."""
     if output.is_symlink():
         raise _DoubtError(output)
     for directory, _, _ in os.walk(output):
@@ -238,11 +236,10 @@ def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iter
 
 
 def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields `directory` if its mtime is so old that any later change of the names in it will change the
-    mtime. Otherwise yields nothing, and appends to `listed` the directory, the number of its entries, and the
-    name and inode of each, which a later run compares with the directory. looked: time of the check, in ns
-    since 1970.
-    """
+    """Yields `directory` if its mtime and ctime are more than 2 s before `looked`, so that any later change
+    of the names in it changes the mtime. Otherwise yields nothing, and appends to `listed` the directory, the
+    number of its entries, and the name and inode of each, which a later run compares with the directory.
+    looked: time of the check, in ns since 1970."""
     if not is_racy(_latest(receipt.stats([directory])), looked):
         yield directory
     else:
@@ -253,8 +250,8 @@ def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
 def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, list[int]]:
     """Returns directory of step records in the store (its name, two hex digits) -> [inode, mtime, ctime],
     with times in ns; zeros if one is too recent to detect a later change. records: keys of the records in
-    question; looked: time of the check, in ns since 1970. Raises _DoubtError if a record no longer exists.
-    """
+    question; looked: time of the check, in ns since 1970. Raises _DoubtError if a record no longer exists,
+    OSError if its directory does not."""
     stats = {}
     directories: set[str] = set()
     for shelf in sorted({key[:2] for key in records}):

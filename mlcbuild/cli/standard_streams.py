@@ -22,8 +22,9 @@ def open_closed() -> None:
 
 
 def flushed() -> bool:
-    """Flushes standard output and returns True. If it cannot be written, prints an error message and returns
-    False; a pipe that its reader has closed is no error. In both cases further output is discarded."""
+    """Flushes standard output. Returns True if that succeeds, or if it is a pipe that its reader has closed;
+    otherwise prints an error message to stderr and returns False. Unless the flush succeeds, all further
+    standard output is discarded."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -42,8 +43,9 @@ def silence() -> None:
 
 
 def write_error(message: str, arguments: Sequence[str]) -> None:
-    """Prints an error message on standard error, with unprintable characters escaped. arguments: those of the
-    command line; if they start a server whose log is JSON, the message is a JSON object, too."""
+    """Prints an error message on standard error, with unprintable characters escaped. arguments: the words of
+    the command line after the program's name; if they run `serve` with a JSON log, the message is printed as
+    a JSON object."""
     # A message quotes files and servers, whose escape sequences must not reach the terminal.
     line = safe_lines(message)
     if arguments[:1] == ["serve"]:
@@ -54,8 +56,8 @@ def write_error(message: str, arguments: Sequence[str]) -> None:
 
 
 def usage_errors(arguments: Sequence[str]) -> AbstractContextManager[None]:
-    """Returns a context in which the arguments of the command line are parsed. If they start a server whose
-    log is JSON, the error of argparse is a JSON object, too."""
+    """Returns a context in which the command line is parsed. arguments: its words after the program's name;
+    if they run `serve` with a JSON log, argparse's error message is printed as a JSON object."""
     if arguments[:1] != ["serve"]:
         return nullcontext()
     from mlcbuild_runtime.http.logs import usage_errors as as_json

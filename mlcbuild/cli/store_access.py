@@ -1,4 +1,5 @@
-"""Opens the store of a command line, and implements `cache status`."""
+"""Opens the store of a command line, and implements `cache status`, which prints number, size and last use of
+the stored step records."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from mlcbuild.store import upkeep
 
 def keys(arguments: argparse.Namespace) -> int:
     """Runs the verb `keys`: `keys new` creates the key with which step records and provenance are signed,
-    `keys show` reads it; both print its public half. Raises UsageError if there is no key to show, and for
-    `new` if the file exists or cannot be written."""
+    `keys show` reads it; both print its public half. Raises UsageError if there is no key to show or it
+    cannot be read, and for `new` if the file exists or cannot be written."""
     path = Path(arguments.file) if arguments.file else keyfile.default_path()
     if arguments.action == "new":
         signer = keyfile.create(path)
@@ -63,8 +63,9 @@ def cache(arguments: argparse.Namespace) -> int:
 
 
 def _selects_steps(arguments: argparse.Namespace) -> bool:
-    """Returns True if the action of `cache` handles the results of some steps of a recipe, False if it
-    handles the whole store."""
+    """Returns True if the action of `cache` handles the results of a recipe's steps, from which --only may
+    select: pull, push without --all, export with a recipe. Returns False for all others, which handle the
+    whole store."""
     action = arguments.action
     return (
         action == "pull"
@@ -74,9 +75,10 @@ def _selects_steps(arguments: argparse.Namespace) -> bool:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Runs `cache push`: sends results of a recipe's build steps, or with --all of the whole store, to remote
-    caches. The exit code is 1 if a remote still lacks some. Raises UsageError for wrong operands and, after
-    the transfer, RemoteError if there was a problem with a remote."""
+    """Runs `cache push`: sends the store's results of a recipe's build steps, or with --all of the whole
+    store, to remote caches. Raises UsageError for wrong operands and, after the transfer, RemoteError if
+    there was a problem with a remote, such as a failed upload. The exit code is 1 if a remote lacks some
+    results for another reason."""
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
     if recipe is None:
@@ -113,10 +115,9 @@ def verify(arguments: argparse.Namespace) -> int:
     """Runs `cache verify`: hashes everything in the store and removes damaged files. If a recipe with remote
     caches or URLs of remote caches are named, downloads damaged and missing files from these.
 
-    The exit code is 1 if anything remains damaged or missing; the next run that needs it builds it again.
-    Raises UsageError for an invalid address, and if the recipe lists no remote cache and none is named;
-    StoreError if the store cannot be read.
-    """
+    The exit code is 1 if anything remains damaged or missing, also because a download failed; the next run
+    that needs it builds it again. Raises UsageError for an invalid address, or if a recipe without remote
+    caches is named and no URL; StoreError if the store cannot be read or, for downloads, written."""
     store, operands = open_store(arguments), arguments.operands
     if operands and "://" not in operands[0]:
         arguments.recipe = operands[0]
@@ -144,7 +145,8 @@ def _warn(sentences: Iterable[str]) -> None:
 def gc(arguments: argparse.Namespace) -> int:
     """Runs `cache gc`: removes results of build steps from the store that were not used for --unused-days,
     those that alone are larger than --max-size, and the least recently used ones until the rest fits into
-    --max-size. Raises UsageError if neither limit is given."""
+    --max-size. While a build runs, results used within the last hour stay. Raises UsageError if neither limit
+    is given."""
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
         raise UsageError("mlcbuild cache gc: name what to remove: --max-size 50GB, --unused-days 30, or both")
@@ -163,8 +165,8 @@ def gc(arguments: argparse.Namespace) -> int:
 def export(arguments: argparse.Namespace) -> int:
     """Runs `cache export FILE [RECIPE]`: writes all results in the store that other machines may use, or
     those of a recipe, into one file, which is replaced. Raises UsageError for another number of operands,
-    StoreError if a result is damaged, MlcbuildError if the file cannot be written; the old file then stays.
-    """
+    StoreError if a result is damaged, MlcbuildError if the file cannot be written; an old file stays as it is
+    after any of these."""
     store = open_store(arguments)
     if not 1 <= len(arguments.operands) <= 2:
         raise UsageError("mlcbuild cache export: write `mlcbuild cache export FILE [RECIPE]`")
@@ -180,8 +182,8 @@ def export(arguments: argparse.Namespace) -> int:
 def take(arguments: argparse.Namespace) -> int:
     """Runs `cache import FILE`: adds to this machine's store the results that `cache export` wrote from
     another store to the file. Raises UsageError unless exactly one readable file is named, and for an invalid
-    archive, StoreError if the store cannot be written; results that precede the fault are kept.
-    """
+    archive or, with --trust, a result that no such key signed; StoreError if the store cannot be written.
+    Results that precede the fault are kept."""
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
     moved = archive.read(open_store(arguments), Path(arguments.operands[0]), _trusted(arguments))
@@ -210,9 +212,8 @@ def _operands(
 
 
 def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]:
-    """Returns the remote caches that the command line names, with the public keys of --trust. Raises
-    UsageError for an invalid address or key.
-    """
+    """Returns the remote caches at the addresses `urls` of a command line, each with all public keys of
+    --trust. Raises UsageError for an invalid address or key."""
     for url in urls:
         if problem := fault(url):
             raise UsageError(f"mlcbuild cache: {problem}")
@@ -225,9 +226,8 @@ def _over(arguments: argparse.Namespace, urls: Sequence[str]) -> Session:
     replace those of the recipe; without any, the recipe's own are used.
 
     The public keys that a recipe trusts for an address are also used for that address on the command line.
-    The option --trust replaces the keys of all remote caches. Raises UsageError for an invalid address or
-    key, InputError for mistakes in the recipe.
-    """
+    The option --trust replaces the keys of all these remote caches, the recipe's own included. Raises
+    UsageError for an invalid address or key, InputError for mistakes in the recipe."""
     named, session = _remotes(arguments, urls), open_session(arguments)
     trust = _trusted(arguments)
     if not trust:
@@ -236,9 +236,8 @@ def _over(arguments: argparse.Namespace, urls: Sequence[str]) -> Session:
 
 
 def _trusted(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the public keys that the option --trust of a command line names. Raises UsageError for a text
-    that is no key.
-    """
+    """Returns the public keys that the option --trust of a command line names, () without it. Raises
+    UsageError for a text that is no key."""
     for key in arguments.trust:
         if not keyfile.is_public(key):
             action = f"mlcbuild cache {arguments.action}"
