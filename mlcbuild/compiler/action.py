@@ -24,7 +24,8 @@ from mlcbuild.errors import CompileError, MlcbuildError
 from mlcbuild.targets.target import Target
 
 TIMEOUT = 3600
-"""Maximum number of seconds for compiling a library, which usually takes a few seconds."""
+"""Maximum number of seconds for compiling a library, which usually takes a few seconds; after it the compiler
+is killed and the step fails with a CompileError."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ def compile_library(
     params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path, toolchain: Toolchain
 ) -> None:
     """Compiles a library and writes it (model.so, model.dylib or model.o) and its metadata library.json into
-    the directory `out`, which must exist. Prints kernels that are slow to standard error.
+    the directory `out`, which must exist. Prints to standard error which operations of the model use a slower
+    kernel than usual, and why.
 
     params has scheme, target, limits (a null context_window means the model's maximum) and perhaps kv_cache
     as JSON, and inputs["config"] is the directory with the converted config.json. Raises CompileError if a
     limit, the target or the compiler prevents it, CheckpointError for an invalid config, SetupError if this
-    machine cannot link for the target.
-    """
+    machine cannot link for the target."""
     request = read_request(params, inputs)
     toolchain.check(request.target)  # A missing linker is reported before the part that takes long.
     # The directory is below `out`, which the next run removes if this process is killed.
@@ -75,12 +76,12 @@ def library_name(target: Target) -> str:
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Compiles the request in `directory`/request.json in a child process, reports its progress, copies its
-    output to stderr, and stops it after `seconds`. module: dotted name of the module whose function `main`
-    the child runs.
+    """Compiles the request in `directory`/request.json in a child process, reports its progress to this
+    process's listener, and kills it after `seconds`. Copies its stdout and stderr to stderr once it has ended
+    by itself. module: dotted name of the module whose function `main` the child runs.
 
-    Raises CompileError if the child crashes or takes too long, or the error that it wrote to error.json.
-    """
+    Raises the error that the child wrote to error.json, or CompileError if it fails without one or takes too
+    long."""
     command = [sys.executable, "-c", f"from {module} import main; main()", str(directory)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}

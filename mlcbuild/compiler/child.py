@@ -1,9 +1,8 @@
-"""Runs TVM in a child process, so that a crash of the compiler becomes an error of one step.
+"""Runs TVM in a child process, so that a crash of the compiler becomes a CompileError of one step.
 
-The parent writes request.json into a directory. The child writes the objects and library.json beside it,
-keeps the name of the current phase in the file `phase` and the number of finished functions in the file
-`progress`, and writes an error that a user can fix to error.json.
-"""
+The parent writes request.json into a directory. The child writes the objects and library.json, the library's
+metadata, beside it, keeps the name of the current phase in the file `phase` and "done total unit" in the file
+`progress`, such as "30 90 functions", and writes an error that a user can fix to error.json."""
 
 from __future__ import annotations
 

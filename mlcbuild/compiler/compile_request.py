@@ -22,9 +22,8 @@ from mlcbuild.targets.target import Target
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """A request to compile a library: everything that determines the bytes of its code, except versions of
-    tools.
-    """
+    """A request to compile a library for a model: the model's config, the quantization scheme, target, limits
+    and the type of the KV cache. These and the versions of tools determine the bytes of its code."""
 
     config: ModelConfig
     scheme: Storage
@@ -36,9 +35,9 @@ class CompileRequest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> CompileRequest:
-        """Returns the CompileRequest that a JSON object describes: the inverse of to_json. The limits are not
-        checked.
-        """
+        """Returns the CompileRequest that a JSON object describes: the inverse of to_json. Raises
+        CheckpointError for an invalid config, UsageError for an invalid scheme, KeyError or TypeError for a
+        missing field. The limits are not checked."""
         return cls(
             models.from_json(data["config"]),
             quant.from_json(data["scheme"]),
@@ -60,11 +59,10 @@ class CompileRequest:
 def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> CompileRequest:
     """Returns the request that the parameters of a build step describe, after checking it.
 
-    params: target, limits and, if it is not "auto", kv_cache as JSON (a null context_window stands for the
+    params: target, limits and kv_cache ("auto" if missing) as JSON (a null context_window stands for the
     model's maximum), and the scheme as quant.choice.scheme_of reads it. inputs["config"]: directory with the
-    converted config.json. Raises CompileError with all problems of limits, target and overrides,
-    CheckpointError for an invalid config.
-    """
+    converted config.json. Raises CompileError with all problems of limits, target, KV cache and the scheme's
+    overrides for single weights, CheckpointError for an invalid config."""
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_text()))
     request = CompileRequest(
         config,
@@ -79,17 +77,19 @@ def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Comp
 
 def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
     """Returns the limits of a library for a model. requested: name of a limit (context_window, prefill_chunk,
-    max_batch) -> value; a null context_window becomes the model's maximum, any other null becomes 0. The
-    returned prefill_chunk is at most the context window. The limits are not checked."""
+    max_batch; none may be missing) -> value; a null context_window becomes the model's maximum, any other
+    null 0, which `_check` rejects. The returned prefill_chunk is at most the context window. The limits are
+    not checked here."""
     window = models.context_window(config, requested["context_window"])
     chunk, max_batch = requested["prefill_chunk"] or 0, requested["max_batch"] or 0
     return Limits(window, min(chunk, window), max_batch)
 
 
 def _check(request: CompileRequest) -> None:
-    """Raises one CompileError with all problems of a request: limits below 1 or beyond the model's positions,
-    an int8 KV cache that the model's attention does not allow, a shared library for a target that has none,
-    overrides without effect."""
+    """Raises one CompileError with all problems of a request: a limit below 1, a context window beyond the
+    model's positions, an int8 KV cache that the model's attention does not allow, a shared library for a
+    system without any, overrides of the scheme that match no weight, or only weights that earlier ones match.
+    """
     config, limits, target = request.config, request.limits, request.target
     faults = [
         f"compile.{name} must be at least 1, found {value}"

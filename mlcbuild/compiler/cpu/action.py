@@ -1,6 +1,5 @@
-"""Compiles a library for a CPU, as the action of a build step. Its import closure contains no other
-backend.
-"""
+"""Compiles a library for a CPU, as the action of a build step. It imports no code of other devices, so that
+edits of that code do not change the cache keys of libraries for CPUs."""
 
 from __future__ import annotations
 

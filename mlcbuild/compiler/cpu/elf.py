@@ -31,8 +31,7 @@ def undefined(data: bytes) -> frozenset[str]:
 
 def _needed(table: bytes) -> list[int]:
     """Returns the offsets, in the ELF string table, of the names of the undefined, not weak symbols in an ELF
-    symbol table, whose bytes are passed.
-    """
+    symbol table, whose bytes are passed. Raises struct.error if its last entry is cut off."""
     return [
         name
         for name, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", table)

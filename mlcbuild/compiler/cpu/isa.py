@@ -43,19 +43,19 @@ class ISA:
     """Number of rows of activations x in the register tile of a float32 product x @ W.T; the tile is four
     weight rows wide."""
     stream_rows: int
-    """Number of weight rows that a matrix-vector product reads in parallel."""
+    """Number of weight rows that one core multiplies at the same time in a float32 product with few rows of
+    activations, so that it reads as many streams of memory."""
     batch: int
-    """Number of rows of activations x that share one pass over unquantized weights, which stream from memory,
-    when there are few rows. Weights with a zero point need more registers, and only two rows share a pass.
-    """
+    """Number of rows of activations x that share one pass over the weights of a float32 product, when there
+    are few rows and weights stream from memory. It is two instead for weights whose codes are stored with an
+    offset, which need twice as many registers."""
     dot_batch: int
-    """Number of rows of activations x that share one pass over weights in int8 products, when weights stream
-    from memory.
-    """
+    """Maximum number of rows of activations x that share one pass over weights in int8 products, when weights
+    stream from memory."""
     dot_tile: tuple[int, int] | None
-    """(rows of activations x, vectors of weight rows) in the register tile of an int8 product with many rows,
-    which first unpacks weights into a buffer. None: weights are unpacked again for each batch of rows.
-    """
+    """(rows of activations x, vector registers along the weight rows, with a lane for each weight row) in the
+    register tile of an int8 product with many rows, which first unpacks weights into a buffer. None: weights
+    are unpacked again for each batch of rows."""
     amx: bool = False
     """True if AMX tile registers multiply prompt rows, in bfloat16."""
     smmla: bool = False
@@ -180,6 +180,7 @@ def tvm_target(target: Target) -> TvmTarget:
 
 
 def isa_for(target: Target) -> ISA:
-    """Returns the best instruction set that the target's processor and features have, according to LLVM."""
+    """Returns the best supported instruction set that the target's processor and features have, according to
+    LLVM; the portable one if they have no other."""
     present = {str(feature) for feature in llvm_get_cpu_features(tvm_target(target))}
     return next(isa for isa in ISAS if present.issuperset(isa.features))

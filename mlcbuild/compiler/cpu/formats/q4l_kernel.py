@@ -1,7 +1,6 @@
 """CPU kernels for the stored format q4l, to which mlcbuild quantizes float weights: int8 activations are
-multiplied with 4-bit codes in tiles of 16 rows, with a scale and a minimum for each group of 32 weights, the
-products of float16s shared by 256 weights and an int8 or uint8.
-"""
+multiplied with 4-bit codes in tiles of 16 weight rows. Each group of 32 weights has a scale, a float16 shared
+by 256 weights times an int8, and a minimum, another such float16 times a uint8."""
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel
 from mlcbuild.compiler.cpu.kernels.table_rows import copy_tiled_row

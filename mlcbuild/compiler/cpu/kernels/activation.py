@@ -48,9 +48,9 @@ class Gate:
 
 def activate(floats: Floats, activation: Activation, x: Expr) -> Expr:
     """Emits an activation function of a float32 vector x, and returns its value (an expression). silu(x) = x
-    sigmoid(x); relu2(x) = relu(x)^2; gelu is the exact GELU; gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x +
-    0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel,
-    2016). For xIELU, which has parameters, there is the function `xielu`."""
+    sigmoid(x); relu(x) = max(x, 0); relu2(x) = relu(x)^2; gelu is the exact GELU; gelu_tanh(x) = x sigmoid(2
+    sqrt(2/pi) (x + 0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+    (Hendrycks and Gimpel, 2016). For xIELU, which has parameters, there is the function `xielu`."""
     if activation == "silu":
         return x * floats.sigmoid(x)
     if activation == "gelu":

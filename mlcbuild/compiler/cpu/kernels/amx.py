@@ -36,7 +36,7 @@ BLOCK = 32
 """Number of rows, and of columns, of the block of results that is computed at a time: four tiles of sums,
 from two tiles of x and two of weights."""
 PANEL = 576
-"""Maximum number of result columns of which a thread keeps float32 sums of all its rows in memory. This limit
+"""Maximum result columns of which a thread keeps float32 sums in memory between passes over k. This limit
 made a prompt of 512 tokens of TinyLlama's shape 1.4 % faster (`ci/bench/cpu`, two threads with AMX)."""
 CHUNK = 512
 """Maximum number of rows of x that one thread multiplies at a time. Their part of x in one pass over k (18 *
@@ -45,15 +45,15 @@ SHARE = 128
 """Minimum number of rows of x for each thread: with fewer, threads divide columns, too, because each converts
 weights to tiles. It made 256 tokens of SmolLM2-135M 3 % faster (`ci/bench/cpu`, two threads)."""
 PASS_STEPS = 18
-"""Maximum number of steps (32 values of k, the summed dimension) in one pass of an AMX product over k. Two
-tiles of weights then take 36 KiB of a first-level cache of 48 KiB."""
+"""Maximum number of steps (32 values of k, the summed dimension) in one pass of an AMX product over k. The
+tiles of 32 columns of weights then take 36 KiB of a first-level cache of 48 KiB."""
 X_EXPONENT = 104
 """Base-2 exponent of the factor by which x, the left factor of a product, is multiplied. It cancels the
 factor 2**-104 of the weights in tiles, whose float16 bits are shifted into bfloat16."""
 
 Ready = Callable[[Expr], tuple[Buffer, Expr]]
-"""Function that emits the code which computes one row of activations x, and returns (buffer that holds the
-row as float32, index of the row in that buffer)."""
+"""Function (index of a row) that emits the computation of this row of activations x, and returns (buffer that
+holds the row as float32, index of the row in that buffer)."""
 Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
 """Function (buffer, place, tile, step) that emits the conversion of weights to bfloat16, times 2**-104: the
 tile of result columns from 16 * tile on and of the values of k, the summed dimension, from 32 * step on. The
@@ -104,12 +104,12 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Returns the number of columns of the widest panel, a range of result columns of one thread."""
+        """Returns the maximum number of columns of a panel: all, or about PANEL if k takes several passes."""
         return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
 
     def panels(self, threads: Expr) -> Expr:
-        """Returns the number of panels (ranges of result columns) among which `threads` threads share a
-        product: as many for each thread, unless columns are too few. All of x is read once per panel."""
+        """Returns the number of panels (ranges of result columns) into which a product is divided: a multiple
+        of `threads`, but at most one for each `unit` columns. All of x is read once per panel."""
         each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 
@@ -128,8 +128,8 @@ class Shape:
 
     def tile(self, column: Expr, number: Expr) -> Expr:
         """Returns the index of one tile of a panel among the weight matrix's tiles of 16 result columns.
-        column: first column of the panel; number: the tile's number in the panel, from 0. With gate and up
-        projections, even numbers are tiles of gates, and odd ones tiles of the ups of the same columns."""
+        column: the panel's first of all n columns; number: the tile's number in the panel, from 0. With gate
+        and up projections, even numbers are tiles of gates, odd ones tiles of the ups of the same columns."""
         if not self.gated:
             return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
@@ -183,7 +183,7 @@ class Packed:
 @dataclass(frozen=True)
 class GatedOutput:
     """Turns the results of a product with gate and up projections into the input of the next product: `gate`
-    computes act(gate) * up, and `out` stores the rows as packed AMX tiles."""
+    returns act(gate) * up for vectors of gates and ups, `out` receives the rows as AMX tiles."""
 
     gate: Callable[[Expr, Expr], Expr]
     out: Packed
@@ -256,10 +256,10 @@ class _Pair:
     last: Expr
     """Condition of the last pass over k, the summed dimension: the product's sums are then complete."""
     tiles: tuple[Expr, Expr]
-    """Indices, in the weight matrix, of two tiles that are multiplied with the same activations."""
+    """Indices (see Shape.tile) of two tiles of 16 result columns, multiplied with the same tiles of x."""
 
     def bring(self, step: Expr) -> None:
-        """Emits code that converts the weights of one step (32 values of k) to two bfloat16 AMX tiles."""
+        """Emits the conversion of the weights of a step, counted from the start of the pass, to two tiles."""
         task = self.task
         with T.unroll(0, i64(2)) as j:  # LLVM's -O2 leaves the loop alone, and prompts take 4 % longer.
             tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
@@ -353,9 +353,9 @@ def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
-    """Emits code that packs x float32 [m, k] into bfloat16 AMX tiles, padded with zeros along k, and returns
-    their buffer as a Packed. ready: function from a row's index that emits the computation of this row of x.
-    The last row is repeated until there is a multiple of 32 rows; results of repeated rows are dropped."""
+    """Emits code that packs x float32 [m, k], times 2**X_EXPONENT and padded with zeros along k, in bfloat16
+    AMX tiles, and returns their buffer as a Packed. ready: function (row's index) that emits this row of x.
+    The last row is repeated up to a multiple of 32 rows; results of repeated rows are dropped."""
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
     with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:
@@ -374,7 +374,7 @@ def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
 
 
 def rounded(low: Expr, high: Expr) -> Expr:
-    """Returns int32 lanes with the vectors `low` and `high` as bfloat16 in their low and high halves."""
+    """Returns int32 lanes: float32 vectors `low`, `high`, rounded to bfloat16, in low and high halves."""
     ints = typed("int32", LANES)
     first, second = (T.reinterpret(ints, half) + i32(0x8000, LANES) for half in (low, high))
     first = T.reinterpret(ints, T.reinterpret(typed("uint32", LANES), first) >> splat(T.uint32(16), LANES))

@@ -3,8 +3,8 @@ instructions for 32 weights.
 
 A table maps a code to a float16, which is multiplied by its scale. The bits of the product, shifted into the
 position of a bfloat16, represent 2**-112 of its value; 112 = 104 + 8, the exponents of the powers of two by
-which x and the scales are multiplied. |x| may be up to 2**24, a scale up to 32.
-"""
+which x and the scales are multiplied. |x| must be below 2**24 and a weight's magnitude below 255; beyond,
+numbers overflow."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ which drops three bits and makes them too small by 0.25 % on average.
 
 
 def pair_scales(scales: Expr) -> Expr:
-    """Returns the scales of 16 columns, passed as float16x16, as float16x32 with each scale twice. They are
-    multiplied by 2**8 and by a correction for the bits that weights lose in bfloat16.
-    """
+    """Returns the scales of 16 columns, passed as float16x16, as float16x32 with each scale twice, side by
+    side. They are multiplied by 2**8 and by a correction for the bits that weights lose in bfloat16."""
     wide = T.Cast(typed("float32", LANES), scales) * f32(_CUT * 2**SCALE_EXPONENT, LANES)
     bits = T.reinterpret(typed("int16", LANES), T.Cast(typed("float16", LANES), wide))
     lanes = T.bind(T.Cast(typed("int32", LANES), bits) & i32(0xFFFF, LANES))
@@ -54,8 +53,8 @@ def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
 
 def _fields(packed: Expr, start: int) -> Expr:
     """Returns int8x64, four bytes for each int32 lane of `packed`: the eight bits from bit `start` on, twice,
-    then the eight bits from bit start + 4 on, twice. Bits before or after the lane are those of the other
-    lane in the same 64 bits."""
+    then the eight bits from bit start + 4 on, twice. Bits below 0 or above 31 are those of the other lane in
+    the same 64 bits; callers ignore them."""
     starts = [(32 * lane + start + 4 * half) % 64 for lane in (0, 1) for half in (0, 0, 1, 1)]
     control = splat(T.int64(int.from_bytes(bytes(starts), "little")), 8)
     operands = (T.reinterpret("int8x64", operand) for operand in (control, packed))

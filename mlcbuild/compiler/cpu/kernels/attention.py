@@ -5,12 +5,12 @@ every query head that shares the kv head, so that a key or value is read once fo
 visited once, with the running maximum and denominator of Milakov and Gimelshein (2018). Nothing depends on
 the number of sequences, pages or rows at compile time.
 
-A sequence with few rows, as in decoding, is also divided along its pages, because there are too few heads to
-keep all cores busy. Parts start at fixed positions, so the result of a row depends only on its own sequence.
-The parts' sums are combined at the end, as in flash decoding (Dao et al., 2023).
+A sequence with at most FEW rows, as in decoding, is also divided along its pages, because there are too few
+heads to keep all cores busy. Parts start at fixed positions, so the result of a row depends only on its own
+sequence. The parts' sums are combined at the end, as in flash decoding (Dao et al., 2023).
 
-Prompts may use tile registers instead (attention_amx.py), which round to bfloat16. The caller passes whether
-rows belong to prompts in the kernel's argument `prompt`."""
+If the kernel's argument `prompt` is not 0, tile registers of a CPU with AMX compute all rows of a batch
+instead and round to bfloat16 (attention_amx.py)."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
 
 MANY_TASKS = 16
 """Minimum number of attention tasks per KV head for which tasks are ordered by part of a sequence and then by
-KV head. With fewer tasks, this order would not keep all cores equally busy. The order reduced a step of 8
-sequences of SmolLM2-135M's shape from 20.8 to 18.9 ms of CPU time (`ci/bench/cpu`)."""
+KV head, if there are few new tokens (SHORT). With fewer tasks, cores would not be equally busy. The order
+reduced a step of 8 sequences of SmolLM2-135M's shape from 20.8 to 18.9 ms of CPU time (`ci/bench/cpu`)."""
 SHORT = 4
-"""Maximum new tokens per sequence, on average, with which reading the KV cache limits attention."""
+"""Maximum new tokens per sequence, on average, with which a block's tasks for all KV heads run in a row."""
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
 """The place of keys or values in the KV cache: (buffer of all pages, layer, page's index in it, KV head)."""
@@ -67,12 +67,12 @@ class _Task:
 
 
 def attention(spec: AttentionKernel) -> PrimFunc:
-    """Returns the attention kernel (qkv float32 [n, width] with rotated queries, pages [layers, pages, keys
-    and values, KV heads, 16 * head_dim], q_indptr int32 [b+1], page_indptr int32 [b+1], page_table int32 [p],
-    kv_lengths int32 [b], positions int32 [n], layer int64, window int64 (tokens), prompt int64 if the kernel
-    can use AMX, slopes float32 [heads] with ALiBi, sinks [heads] if any, out float32 [n, columns]). If
-    `prompt` is not 0, AMX computes all rows, and stores them as bfloat16 tiles if `out` is wider than heads *
-    value_dim."""
+    """Returns the attention kernel for n rows of b sequences: (qkv float32 [n, width] with rotated queries,
+    pages [layers, pages, keys and values, KV heads, 16 * head_dim], q_indptr int32 [b+1], page_indptr int32
+    [b+1], page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64 (tokens
+    that a query sees), prompt int64 only if the kernel can use AMX, slopes float32 [heads] only with ALiBi,
+    sinks [heads] only with sinks, out float32 [n, columns]). If `prompt` is not 0, AMX computes all rows, and
+    stores them as bfloat16 tiles if `out` is wider than heads * value_dim."""
     heads = spec.heads
     with kernel("paged_attention", simplified=False) as function:
         rows, batch, table = size_var("n"), size_var("b"), size_var("p")
@@ -128,10 +128,10 @@ def _prompts(call: Call, total: Expr) -> None:
 
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (row of the task table, KV head) for attention task number `index`; a task is one block of a
-    sequence's rows for one KV head. With few new rows and many tasks, the tasks of one block come one after
-    the other, since a page holds all KV heads. Otherwise all tasks of a KV head come before those of the
-    next, and early and late blocks alternate. rows: number of new rows; total: number of blocks."""
+    """Returns (row of the task table, KV head) for attention task number `index`, one block of a sequence's
+    rows for one KV head. With at most SHORT new rows per sequence and at least MANY_TASKS blocks, a block's
+    tasks follow each other, since a page holds all KV heads; otherwise a KV head's tasks do, and early and
+    late blocks alternate. rows: number of new rows; total: number of blocks."""
     heads = i64(call.spec.heads.kv)
     streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
     number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
@@ -211,9 +211,9 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
 
 
 def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Expr, int]) -> None:
-    """Emits prefetches of keys (kind 0) or values (kind 1) of the page `ahead`, which the hardware cannot
-    predict, for the layer and KV head in `place`, the location of the current page. ahead: (condition, index
-    of the page); span: (first element within the page, number of elements)."""
+    """Emits prefetches of keys (kind 0) or values (kind 1) of a later page, whose place the hardware cannot
+    predict, for the layer and KV head of `place`, the location of the current page. ahead: (condition, index
+    of the later page); span: (first element within the page, number of elements)."""
     (pages, layer, _, head), (condition, page), (start, count) = place, ahead, span
     line = 64 // task.spec.heads.item_bytes
     with T.If(condition), T.Then():
@@ -262,7 +262,7 @@ def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
 
 def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
     """Emits the dot products of a register tile of query vectors with the 16 keys of a page in latent
-    attention, whose keys are latent vectors, and their stores in task.weight."""
+    attention, whose keys are latent vectors, and their stores in task.weight. Parameters: as for _scores."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     dim, rows = spec.heads.dim, [tile * spec.tile + row for row in range(spec.tile)]
     sums = [registers(1, floats.lanes)[0] for _ in rows]
@@ -321,8 +321,8 @@ def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Ex
 
 def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> Expr:
     """Returns the ALiBi biases, a float32 vector, of consecutive keys for one query vector: slope * (key -
-    query) or, unless spec.alibi is "exact", slope * key in bfloat16 times spec.scale. row: index of the query
-    vector; place: (position of the first key, position of the query)."""
+    query) or, unless spec.alibi is "exact", bf16(slope * bf16(key)) * spec.scale, where softmax cancels the
+    query. row: index of the query vector; place: (position of the first key, position of the query)."""
     spec, floats, (start, newest) = task.spec, task.spec.scores, place
     slope = floats.spread(T.bind(slopes[row]))
     keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start
@@ -373,7 +373,7 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
     """Emits stores of a task's sums, maxima and denominators over some pages of a sequence to scratch
-    buffers, which `join` combines later. line: index of the first row's record; part: (rows, KV head)."""
+    buffers, which `join` combines. line: index of the first row's record; part: (number of rows, KV head)."""
     (count, head), heads, wide = part, task.spec.heads, task.spec.values
     with T.serial(count * heads.group) as vector:
         row, column = vector // heads.group, head * heads.group + vector % heads.group

@@ -6,9 +6,9 @@ and tiles multiply weights with values, which are added to totals in float32. St
 and masked tokens have a weight of exactly zero, so the result of a row depends only on its own sequence.
 
 Tiles pair element i of 32 consecutive ones with element 16 + i, as in amx.py: for scores along the head
-dimension, for values along the tokens of two pages. Shifting the bits of a float16 makes a bfloat16 of
-2**-112 of its value. Queries and weights compensate X_EXPONENT of these powers of two, and existing factors
-the rest. A shift makes no NaN of memory that was never written."""
+dimension, for values along the tokens of two pages. A float16 of the cache becomes a bfloat16 of 2**-112 of
+its value by a shift of its bits, and never NaN. To compensate, queries and weights are multiplied by
+2**X_EXPONENT, scores by 2**8, and results by 2**112. Other types of the cache are rounded to bfloat16."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAGES = 4
 TOKENS = PAGES * PAGE
 SLACK = 4.0
 """Largest base-2 exponent of an attention weight: the running maximum is raised only when a score exceeds it
-by more. Weights are stored times 2**104; sums of 2**18 weights of 2**(104 + SLACK) are finite in float32."""
+by more. Sums of 2**18 weights are finite in float32, even times 2**104, as with a float16 cache."""
 _SLACK_BITS = int(np.float32(SLACK).view(np.int32))
 
 
@@ -90,15 +90,14 @@ class _Task:
 
     @property
     def unit(self) -> float:
-        """Returns the factor by which scores, as AMX tiles compute them, are multiplied to get the true
-        scores; 1.0 if nothing is scaled.
-        """
+        """Returns the factor by which scores, as AMX tiles compute them, are multiplied to get q . k times
+        the attention scale; 1.0 unless the KV cache is float16."""
         return 2.0 ** (112 - self.raised) if self.shifted else 1.0
 
     @property
     def capped_unit(self) -> float:
-        """Returns the factor by which scores are multiplied after soft-capping to get the true scores. It is
-        1.0 if the model caps scores, since the factor is then applied before the cap."""
+        """Returns the factor by which scores are multiplied after soft-capping: `unit`, or 1.0 if the model
+        caps scores, since they are multiplied by `unit` before the cap."""
         return self.unit if self.call.spec.softcap is None else 1.0
 
 
@@ -112,7 +111,7 @@ class _Step:
     begin: Expr
     stop: Expr
     end: Expr
-    """Position, in the sequence, of the first token whose key and value are not in the cache yet."""
+    """Position, in the sequence, after the last token that the task's rows attend to."""
     entries: Expr
     """Index, in the page table, of the first page of the sequence."""
 
@@ -211,10 +210,9 @@ def _read_keys(task: _Task, step: _Step) -> None:
 
 def _read_values(task: _Task, step: _Step) -> None:
     """Emits code that reads the value vectors of 64 tokens from the KV cache and stores them as bfloat16 AMX
-    tiles in `task.values`; each column of a tile holds one element of the vectors. Values of tokens that were
-    never written may be NaN, which would survive a weight of zero, so zeros replace them; only the conversion
-    of float16 makes no NaN.
-    """
+    tiles in `task.values`; each column of a tile holds one element of the vectors. Memory of tokens that were
+    never written may hold NaN, which would survive a weight of zero, so zeros replace it, except with a
+    float16 cache, whose conversion makes no NaN."""
     call = task.call
     with T.serial(PAGES // 2) as pair:
         pages = [step.page(call, pair * 2 + i) for i in range(2)]
@@ -231,8 +229,9 @@ def _read_values(task: _Task, step: _Step) -> None:
 
 def _value(task: _Task, page: Expr, token: Expr, at: Expr) -> Expr:
     """Emits the load of 16 consecutive elements of one token's value vector, and returns them in their stored
-    type, or as float32 if they are int8. page: index of the KV cache page; token: index of the token in the
-    page; at: index of the first element among the values of the page's 16 tokens."""
+    type or, if they are int8, times the token's scale as float32. page: index of the KV cache page; token:
+    index of the token in the page; at: index of the first element among all values of the page's 16 tokens.
+    """
     call, floats = task.call, task.floats
     cache = call.pages, (call.layer, page, 1, task.head)
     heads = call.spec.heads
@@ -241,10 +240,9 @@ def _value(task: _Task, page: Expr, token: Expr, at: Expr) -> Expr:
 
 
 def _paired(task: _Task, halves: list[Expr], written: list[Expr] | None) -> Expr:
-    """Emits the packing of two vectors of 16 numbers from the KV cache into int32 lanes, and returns these:
-    in bfloat16, the first vector of `halves` in the low bits and the second in the high bits. written: for
-    each vector, the condition that the cache has been written there, else zeros replace it; None: no
-    check."""
+    """Emits the conversion of two vectors of 16 numbers from the KV cache to bfloat16, float16 ones to
+    2**-112 of their value, and returns int32 lanes with the first of `halves` in the low bits and the second
+    in the high ones. written: for each vector, the condition without which zeros replace it; None: never."""
     low, high = halves
     if not task.shifted:
         if written is not None:
@@ -278,9 +276,9 @@ def _scores(task: _Task, pair: Expr) -> None:
 
 
 def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
-    """Emits the soft cap of the scores of 32 query vectors for 64 tokens, if the model has one, and masks
-    tokens that are later than the query or have left its window. first: position of the first of these
-    tokens; last: position of the latest query; pair: index of this group of 32 vectors."""
+    """Emits the soft cap of the scores of 32 query vectors for 64 tokens, if the model has one, and sets
+    scores of tokens that are later than the query or have left its window to HIDDEN. first: position of the
+    first of these tokens; last: position of the latest query; pair: index of this group of 32 vectors."""
     floats, softcap, window = task.floats, task.call.spec.softcap, task.call.window
     if softcap is not None:
         with T.serial(PAIR) as row, T.serial(PAGES) as i:
@@ -300,9 +298,9 @@ def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
 
 
 def _weigh(task: _Task, pair: Expr) -> None:
-    """Emits code that computes the weights exp(score - maximum) of 32 query vectors for 64 tokens as bfloat16
-    tiles, adds them to the denominators, and rescales the sums of vectors whose maximum rises. pair: index of
-    this group of 32 vectors."""
+    """Emits code that computes the weights exp(score - maximum), times 2**task.raised, of 32 query vectors
+    for 64 tokens as bfloat16 tiles, adds them to the denominators, and rescales the sums of vectors whose
+    maximum rises. pair: index of this group of 32 vectors."""
     floats = task.floats
     slope = f32(math.log2(math.e) * task.capped_unit, LANES)
     with T.serial(PAIR // LANES) as half:
@@ -330,8 +328,8 @@ def _weigh(task: _Task, pair: Expr) -> None:
 def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
     """Emits an update of the running softmax of 16 query vectors (one head of one row each). Where a score
     exceeds its vector's maximum by more than SLACK, a base-2 exponent, the code raises the maximum and
-    rescales the vector's sums. half: 0 or 1, the half of 32 vectors; first: index of its first vector; slope:
-    16 lanes with the factor from scores to base-2 exponents."""
+    rescales the vector's sums. half: 0 or 1, which half of 32 vectors; first: index of the half's first
+    vector; slope: 16 lanes with the factor from scores to base-2 exponents."""
     floats = task.floats
     tops = []
     for row in range(LANES):
