@@ -27,10 +27,10 @@ def apply(settings: Iterable[str]) -> None:
     """Sets constants to other values: each in its module, and in every loaded module that has imported it by
     name.
 
-    settings: texts MODULE.NAME=VALUE; an integer constant needs an integer. Raises SystemExit, which ends the
+    settings: texts MODULE.NAME=VALUE with the full name of the module, such as
+    mlcbuild.remotes.ranges.AHEAD=3; an integer constant needs an integer. Raises SystemExit, which ends the
     program with a message, for a constant that does not exist or is not a number, and for a value that is not
-    a number.
-    """
+    a number."""
     for text in settings:
         place, _, value = text.partition("=")
         module_name, _, name = place.rpartition(".")
@@ -52,10 +52,10 @@ def _assign(name: str, present: object, new: object) -> None:
 
 @contextmanager
 def replaced(module_name: str, name: str, value: object) -> Iterator[None]:
-    """Returns a context in which a constant has another value: in its module `module_name` and in every
-    loaded module of mlcbuild that has imported it by name. The old value returns at the end. Raises KeyError
-    if the module has no such constant.
-    """
+    """Returns a context in which the constant `name` of the module `module_name` (full name, imported if
+    necessary) has another value, there and in every loaded module of mlcbuild that has imported it by name.
+    The old value returns at the end, also after an exception. Entering the context raises KeyError if the
+    module has no such constant, ImportError if there is no such module."""
     present = vars(import_module(module_name))[name]
     places = [
         module

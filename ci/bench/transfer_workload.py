@@ -23,7 +23,8 @@ from tests.caches import Handler, serving
 
 FILES, LATENCY = 48, 0.02
 CONSTANTS = {"transfer._DOWNLOADS": (1, 2, 8, 16)}
-"""Constant, in a module of mlcbuild/build -> the values that are compared with its own."""
+"""Constant in mlcbuild/build, as "module.NAME" -> the numbers of download threads whose duration is compared
+with that of its present value."""
 
 
 def compare(counts: Sequence[int], rounds: int) -> Iterator[tuple[str, list[float]]]:

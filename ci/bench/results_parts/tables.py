@@ -1,4 +1,4 @@
-"""Stores results of benchmarks as JSON files, and renders them as the tables of the front page."""
+"""Stores results of benchmarks as JSON files, and renders them as the tables of the project's README."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ when it is smaller.
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table of results: a figure, such as decoding speed, with the values of every
-    participant."""
+    """One row of a table of results: a figure, such as decoding speed, with the values of every compared
+    engine."""
 
     figure: str
     unit: str
@@ -61,10 +61,9 @@ class Results:
 
 
 def here(title: str, command: str, machine: str, rows: Sequence[Row]) -> Results:
-    """Returns results with today's date and the commit that is checked out. title: heading of the table;
-    command: reproduces it; machine: description of the processor. Raises CalledProcessError outside of a Git
-    repository.
-    """
+    """Returns the results `rows` with today's date and the short hash of the commit that is checked out.
+    title: heading of the table; command: the command that reproduces it; machine: description of the
+    processor. Raises CalledProcessError outside of a Git repository."""
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -85,10 +84,9 @@ def render(results: Results) -> str:
     """Returns Markdown: a line with the title, machine, date, commit and command, and a table with a row for
     each figure and a column for each tool, which shows the median of the tool's best variant. The column
     "ratio" shows how many times better mlcbuild's value is than that of the best other tool (below 1: worse),
-    and a last one its share of the hardware's limit, if one is known. A cell without a value is empty. Where
-    several other tools are compared, a line above the table states how many times as fast as llama.cpp
-    mlcbuild is.
-    """
+    and a last one mlcbuild's share of the hardware's limit, if one is known. A cell without a value is empty.
+    Where several other tools are compared, a line above the table states, for each figure in tokens/s, how
+    many times as fast as llama.cpp mlcbuild is."""
     tools = list(dict.fromkeys(_tool(name) for row in results.rows for name in row.samples))
     tools.sort(key=lambda tool: tool != OURS)
     limited = any(row.limit for row in results.rows)
@@ -135,12 +133,11 @@ def _number(value: float) -> str:
 
 
 def loss_rows(measured: Sequence[tuple[str, float, float]], sizes: Sequence[float] = (5, 6, 9)) -> list[Row]:
-    """Returns table rows that compare models of about the same size. There is a row for each size in `sizes`,
-    with the loss of every model that is not larger.
+    """Returns table rows with the losses of models up to a size: a row for each size in `sizes`, with every
+    model that has at most so many bits per weight. A size that no model meets has no row.
 
-    measured: (name of tool and variant, bits per weight, KL divergence in nats) of each model. sizes: upper
-    bounds in bits per weight; one that no model meets has no row.
-    """
+    measured: (name of tool and variant, bits per weight, KL divergence in nats) of each model; sizes: in bits
+    per weight."""
     rows = []
     for size in sizes:
         fitting = {name: [loss] for name, bits, loss in measured if bits <= size}

@@ -1,8 +1,8 @@
-"""Adds a vocabulary to a GGUF file without a tokenizer, because llama.cpp's server does not start without
-one. argv: the GGUF file, a checkpoint's tokenizer.json, the GGUF file to write.
+"""Writes a copy of a GGUF file with a vocabulary added, because llama.cpp's server does not start without
+one. argv: the GGUF file, a checkpoint's tokenizer.json, the GGUF file to write, which gets the tokens of
+tokenizer.json, but not its merges.
 
-It is a program for the Python environment in which the benchmarks install llama.cpp and gguf.
-"""
+It is a program for the Python environment in which the benchmarks install llama.cpp and gguf."""
 
 from __future__ import annotations
 

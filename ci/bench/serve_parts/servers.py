@@ -21,8 +21,8 @@ import engines
 
 SHAPE = "smollm2-135m"
 CONTEXT, SLOTS = 512, 16
-"""Maximum tokens of a request, prompt and answer together (512), and maximum number of requests that are
-served at a time (16), for both servers."""
+"""Two limits of both servers: CONTEXT is the maximum number of tokens of a request, prompt and answer
+together, and SLOTS the maximum number of requests that are served at a time."""
 FORMATS = ("q4_0", "q4_k_m")
 """Quantization formats of llama.cpp that the benchmark measures, because they use about as many bits per
 weight as mlcbuild's 4-bit scheme.
@@ -44,7 +44,8 @@ CMAKE = (
 class Competitor:
     name: str
     command: tuple[str, ...]
-    """Command that starts the server, without the port, which is appended."""
+    """Command that starts the server, up to its option --port; the port's number is appended as the last
+    argument."""
     ours: bool
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -56,9 +57,8 @@ class Running:
     pid: int
 
     def cpu(self) -> float:
-        """Returns the CPU seconds that the measured server's process has used so far, with all of its
-        threads; 0 if the system does not report them.
-        """
+        """Returns the CPU seconds that the measured server's process has used since its start, with all of
+        its threads but without child processes; 0 if the system does not report them."""
         try:
             words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -67,11 +67,11 @@ class Running:
 
 
 def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competitor]:
-    """Creates missing environments, models and servers below `directory`, and returns the servers to compare:
-    mlcbuild's with each of the quantization schemes, then llama.cpp's with each of its formats, with and
-    without flash attention. llama.cpp's are left out if its GGUF file could not be created. Raises
-    CalledProcessError if another step fails, such as the build of a bundle or of llama.cpp's server.
-    """
+    """Creates missing environments, models and server programs below `directory`, and returns the servers to
+    compare, which are not started: mlcbuild's with each of the quantization schemes, then llama.cpp's with
+    each of its formats, with and without flash attention. llama.cpp's are left out if its GGUF file could not
+    be created. Raises CalledProcessError if another step fails, such as the build of a bundle or of
+    llama.cpp's server."""
     engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
     listed = _ours(directory / SHAPE, schemes, threads)
     if (directory / SHAPE / "llama" / "q4_0.gguf").is_file():
@@ -105,9 +105,9 @@ def _llama(directory: Path, threads: int) -> list[Competitor]:
 
 
 def _gguf(area: Path, python: str, form: str) -> Path:
-    """Returns the path of a GGUF file of the random checkpoint in the given format, such as q4_0, with a
-    vocabulary, which llama.cpp's server needs. It is created if it is missing. Raises CalledProcessError if
-    that fails.
+    """Returns the path of a GGUF file, with a vocabulary, which llama.cpp's server needs, of the benchmark's
+    random checkpoint, the directory `area`/checkpoint. form: quantization format, such as q4_0; python:
+    interpreter with gguf. The file is created if it is missing, and CalledProcessError raised if that fails.
     """
     directory, checkpoint = area / "llama", area / "checkpoint"
     created = directory / f"{form}-vocabulary.gguf"

@@ -55,15 +55,15 @@ class Draw:
 
     def option(self, name: str, value: Callable[[], Any], share: float = 0.7) -> None:
         """Sets a field of the random config with the probability `share`, but only if the model type has the
-        field. value: function that returns the field's random value."""
+        field. value: function without arguments that returns the field's random value."""
         if name in self.defaults and self.chance(share):
             self.config[name] = value()
 
 
 def random_config(rng: Random, name: str, defaults: Mapping[str, Any]) -> Config:
     """Returns a random config.json of a model type, with sizes and options drawn from `rng`. name: the model
-    type; defaults: name of each field of the type -> its value in transformers.
-    """
+    type; defaults: name of each field of the type -> its value in transformers, of which `text_config`, for a
+    multimodal type, holds the fields of its text model."""
     if "text_config" in defaults:
         return _wrapped(rng, name, defaults)
     own = Draw(rng, name, defaults)

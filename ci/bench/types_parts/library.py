@@ -19,9 +19,8 @@ WINDOW = 64
 
 
 def compiled(area: Path, config: ModelConfig, weights: Any) -> Session:
-    """Compiles a model's library without quantization (scheme q0f32: float32 weights) below the directory
-    `area`, and returns a session that runs it with these weights.
-    """
+    """Compiles a model's library without quantization (scheme q0f32: float32 weights) and with a context
+    window of 64 tokens below the directory `area`, and returns a session that runs it with these weights."""
     scheme = SCHEMES["q0f32"]
     limits: dict[str, Json] = {"context_window": WINDOW, "prefill_chunk": WINDOW, "max_batch": 2}
     params: dict[str, Json] = {

@@ -61,9 +61,9 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def copy_experts(model: Any) -> None:
-    """Makes the first two experts of each layer equal, so that their scores tie. Two different experts would
-    not do, since transformers does not define which one it chooses in a tie.
-    """
+    """Makes the first two experts of each layer of a torch model equal, in place and with their rows of the
+    router, so that their scores tie. Two different experts would not do, since transformers does not define
+    which one it chooses in a tie."""
     for name, values in {**dict(model.named_parameters()), **buffers(model)}.items():
         *path, last = name.split(".")
         rows = values.flatten() if "correction" in last else values
@@ -73,9 +73,8 @@ def copy_experts(model: Any) -> None:
 
 
 def buffers(model: Any) -> dict[str, Any]:
-    """Returns name -> value of the buffers of a model that its checkpoint stores and that affect results,
-    such as a router's correction.
-    """
+    """Returns name -> tensor (not a copy) of those buffers of a torch model that its checkpoint stores and
+    that affect results: the corrections that routers add to their scores."""
     stored = set(model.state_dict())
     return {
         name: value
@@ -85,11 +84,10 @@ def buffers(model: Any) -> dict[str, Any]:
 
 
 def draw(rng: np.random.Generator, name: str, initial: Any, is_tied: bool) -> Any:
-    """Returns random weights, float32, for one parameter of a model that is compared with transformers. Their
-    sizes keep activations near 1 and make attention far from uniform. name: the parameter's name; initial:
-    its values as transformers initializes them, which are returned if the name ends in .beta or .eps;
-    is_tied: True if the embedding is also the output matrix.
-    """
+    """Returns random weights, float32 and drawn from `rng`, for one parameter of a model that is compared
+    with transformers. Their sizes keep activations near 1 and make attention far from uniform. name: the
+    parameter's name; initial: its values as transformers initializes them, which give the shape, and are
+    returned if the name ends in .beta or .eps; is_tied: True if the embedding is also the output matrix."""
     values = rng.standard_normal(initial.shape)
     if name.endswith((".beta", ".eps")):
         return initial
