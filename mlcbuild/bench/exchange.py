@@ -29,8 +29,8 @@ LARGEST_BODY = 64 << 20
 
 class ExchangeError(MlcbuildError):
     """The error for an HTTP exchange with the measured server that failed. `kind` is the word under which a
-    load test counts such errors: "connect", "cut" (the answer ended early) or "malformed".
-    """
+    load test counts such errors: "connect" (the server cannot be reached), "cut" (the answer ended early) or
+    "malformed" (the answer is not HTTP/1.1, or too large)."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -74,10 +74,9 @@ class Server:
         return f"{host}:{self.port}"
 
     def head(self, path: str, body: bytes | None) -> bytes:
-        """Returns the request line and headers of an HTTP request, up to the blank line, as bytes. path: the
-        endpoint, such as /v1/models, which follows the server's own path; body: the body of a POST, or None
-        for GET.
-        """
+        """Returns the request line and headers of an HTTP request, with the blank line that ends them, as
+        bytes. path: the endpoint, such as /v1/models, which follows the server's own path; body: the body of
+        a POST, or None for GET."""
         lines = [
             f"{'GET' if body is None else 'POST'} {self.path}{path} HTTP/1.1",
             f"Host: {self.name}",
@@ -104,10 +103,9 @@ class TimedReply:
         return b"".join(data for _, data in self.pieces)
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """Yields each server-sent event of an HTTP answer as (arrival time of the event's last byte, its
-        data: the texts after `data:`, joined by newlines). Other fields are ignored, and so is a last event
-        without the blank line that ends it.
-        """
+        """Yields each server-sent event of an HTTP answer as (arrival time of the event's last byte in
+        seconds of time.perf_counter, its data as bytes: the texts after `data:`, joined by newlines). Other
+        fields are ignored, and so is a last event without the blank line that ends it."""
         left, data = b"", list[bytes]()
         for moment, piece in self.pieces:
             *lines, left = (left + piece).split(b"\n")
@@ -133,13 +131,13 @@ async def exchange(server: Server, path: str, document: Mapping[str, Json] | Non
 async def answering(
     server: Server, path: str, document: Mapping[str, Json] | None = None
 ) -> AsyncIterator[tuple[int, AsyncIterator[tuple[float, bytes]]]]:
-    """Sends an HTTP request, and returns an asynchronous context that yields (status, iterator of the body's
-    pieces with their arrival times). Leaving the context, also early, closes the connection.
+    """Sends an HTTP request, a POST with a JSON document or a GET if the document is None, and returns an
+    asynchronous context that yields (status, iterator of the body's pieces as (arrival time in seconds of
+    time.perf_counter, bytes)). Leaving the context, also early, closes the connection.
 
     Raises ExchangeError if the server cannot be reached, or its answer is incomplete, too large or not
     HTTP/1.1; while the body is read, too. An OSError or a ValueError that the caller's code in the context
-    raises becomes an ExchangeError as well.
-    """
+    raises becomes an ExchangeError as well."""
     body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
     context = _certificates() if server.tls else None
     try:
@@ -166,16 +164,16 @@ async def answering(
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Returns the context of TLS connections, with the system's certificates. Reading them takes up to a
-    tenth of a second, in which no answer of other requests is read."""
+    """Returns the context of TLS connections, with the system's certificates. The first call creates it, and
+    later calls return the same: reading the certificates takes up to a tenth of a second, in which no answer
+    of other requests is read."""
     return ssl.create_default_context()
 
 
 def _parse(head: bytes) -> tuple[int, dict[str, str]]:
-    """Returns (status, headers) of an HTTP response; headers are name -> value, both in lower case, of
-    repeated ones the last. head: its bytes before the body. Raises ValueError if they are not those of a
-    response.
-    """
+    """Returns (status as an integer, headers) of an HTTP response; headers are name -> value, both in lower
+    case, of repeated ones the last. head: its bytes before the body. Raises ValueError if they are not those
+    of a response."""
     first, *lines = head.decode("latin-1").split("\r\n")
     version, status, *_ = first.split(" ", 2)
     if not version.startswith("HTTP/1."):
@@ -189,9 +187,9 @@ async def _pieces(
 ) -> AsyncGenerator[tuple[float, bytes], None]:
     """Yields the body of an HTTP response piece by piece, as (arrival time in seconds of time.perf_counter,
     bytes). Without a length in `headers`, the body lasts until the server closes the connection. Raises
-    asyncio.IncompleteReadError when the body ends early, ExchangeError when it is too large, and ValueError
-    for a length or a chunk size that is no number.
-    """
+    asyncio.IncompleteReadError when the body ends early, OSError when the connection breaks, ExchangeError
+    when the body is too large, ValueError for a length or a chunk size that is no number, and
+    asyncio.LimitOverrunError for an endless chunk size."""
     came = 0
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
@@ -211,8 +209,8 @@ async def _pieces(
 
 
 def _counted(came: int, size: int) -> int:
-    """Returns the size in bytes of an HTTP body after one more piece has arrived. Raises ExchangeError if the
-    body is then too large."""
+    """Returns `came`, the size in bytes of an HTTP body so far, plus `size`, that of the next piece. Raises
+    ExchangeError if the sum is above LARGEST_BODY."""
     if came + size > LARGEST_BODY:
         raise ExchangeError("malformed", f"the server sent a body of more than {LARGEST_BODY} bytes")
     return came + size

@@ -1,4 +1,5 @@
-"""Computes percentiles, throughput and goodput from arrival times.
+"""Computes percentiles, throughput and goodput (requests per second that meet all latency limits) from the
+arrival times of answers.
 
     ttft   seconds to the first piece of text (time to first token)
     tpot   seconds for each later token: (last - first) / (tokens - 1)
@@ -40,7 +41,7 @@ class Sample:
     the request was due, was sent and ended.
     """
     prompt_tokens: int | None = None
-    """Number of tokens of the request's prompt; None if no report of the server has arrived."""
+    """Number of tokens of the request's prompt as the server reports it; None if it does not."""
     answer_tokens: int | None = None
     error: str | None = None
     """The kind of error, under which errors are counted, such as "timeout" or "http 503"; None for a request
@@ -78,7 +79,7 @@ def sample(due: float, sent: float, end: float, reply: TimedReply) -> Sample:
     """Returns the measurements of one streamed request, computed from its reply. due, sent, end: times in
     seconds at which the request was due, was sent and ended. It raises nothing: a failure becomes the
     sample's `error` ("http STATUS", "malformed", "stream" for an error that the server sends in the stream,
-    or "cut"), and only a "cut" sample keeps its texts and numbers of tokens.
+    or "cut"). Of failed samples, only a "cut" one keeps its texts' arrival times and its numbers of tokens.
     """
     if reply.status != 200:
         return Sample(due, sent, end, error=f"http {reply.status}", message=_reason(reply.body))
@@ -133,9 +134,9 @@ def _has_text(document: Mapping[str, object]) -> bool:
 
 
 def _reason(body: bytes) -> str:
-    """Returns the error message in the body of a failed HTTP response, cut to 300 characters; the text of the
-    whole document if it has no message; for a body that is no JSON, its first line, cut to 200 characters.
-    """
+    """Returns the error message in the JSON body of a failed HTTP response or, if it has no message, the text
+    of its error or of the whole document, cut to 300 characters; for a body that is no JSON, its first line,
+    cut to 200 characters, or "" if there is none."""
     try:
         document = strict_json.parse(body)
     except ValueError:
@@ -152,7 +153,7 @@ class LoadResult:
     load: str
     samples: tuple[Sample, ...]
     wall: float
-    """Seconds from the first request to the end of the last answer."""
+    """Seconds from the start of the load, when its first request is due, to the end of the last answer."""
     cpu: float
     """CPU seconds that the load generator itself used during this load."""
     late: float | None = None

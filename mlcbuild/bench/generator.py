@@ -44,7 +44,8 @@ class Style:
     """
     tokens_per_word: float = 1.0
     extra_tokens: float = 0.0
-    """Number of tokens that the server adds to every prompt, such as those of its chat template."""
+    """Number of tokens that the server adds to every prompt, such as those of its chat template, as `prepare`
+    estimates it. Prompts of words are shortened by so many tokens."""
 
     @property
     def path(self) -> str:
@@ -83,11 +84,10 @@ class Style:
 
 async def prepare(server: Server, style: Style, timeout: float) -> Style:
     """Returns the settings for requests to a server, completed: with the name of the first model that the
-    server lists (None if it lists none) if `style` names none, and with the measured number of tokens per
-    word if prompts consist of words. One token per word is assumed if the server does not report tokens.
-    timeout: seconds for one query. Raises BenchError if the server cannot be reached, refuses a query, does
-    not answer it in time, or sends no JSON object.
-    """
+    server lists (None if it lists none) if `style` names none, and, if prompts consist of words, with the
+    measured numbers of tokens per word and of tokens that the server adds. One token per word is assumed if
+    the server does not report tokens. timeout: seconds for one query. Raises BenchError if the server cannot
+    be reached, refuses a query, does not answer it in time, or sends no JSON object."""
     if style.model is None:
         document = await _asked(server, "/v1/models", None, timeout)
         listed = document.get("data")
@@ -146,14 +146,13 @@ async def measure(
     on_load: Callable[[Load], None] | None = None,
 ) -> list[LoadResult]:
     """Measures a server under several loads, one after the other, and returns a result for each. A load is a
-    number of concurrent clients or a rate of requests per second. Raises BenchError if the server does not
-    answer the first queries as an OpenAI-compatible one, or lacks the model; later failures of requests count
-    as errors in the results.
+    number of concurrent clients or a rate of requests per second. Raises BenchError if the server fails one
+    of the first queries, with which `prepare` completes `style`, for instance because it is not
+    OpenAI-compatible or lacks the model; later failures of requests count as errors in the results.
 
     runs: pairs of a load and a workload (the number and lengths of requests). timeout: seconds for one
-    request. warmup: number of requests before each load that are not measured. on_load: called before each
-    load is measured, after its warm-up.
-    """
+    request. warmup: number of requests before each load that are not measured. on_load: called with each load
+    before it is measured, after its warm-up."""
     style, results = await prepare(server, style, timeout), []
     for load, workload in runs:
         if warmup:
@@ -226,8 +225,7 @@ async def _ask(
     status). If no complete reply arrived, the reply is None, and the sample has the error.
 
     moments: (time at which the request was due, time of sending, both of time.perf_counter, and maximum wait
-    for the reply), in seconds.
-    """
+    for the complete reply after sending), in seconds."""
     due, sent, timeout = moments
     try:
         async with asyncio.timeout(timeout):

@@ -17,9 +17,9 @@ _STEPS = 100
 
 
 def plot(outcomes: Sequence[LoadResult]) -> str:
-    """Returns an SVG chart of load test results: the distribution of each metric and, for several loads,
-    latency over throughput. A metric without values has no panel.
-    """
+    """Returns an SVG chart of load test results: for each of ttft, tpot, itl and e2e the distribution
+    (seconds and percentile, with a curve for each load) and, for several loads, ttft and tpot over
+    throughput. A metric without values has no panel."""
     listed = [_distribution(metric, title, outcomes) for metric, title in _TITLES.items()]
     listed = [panel for panel in listed if panel.curves]
     if len(outcomes) > 1:
@@ -37,10 +37,9 @@ def _distribution(metric: str, title: str, outcomes: Sequence[LoadResult]) -> Pa
 
 
 def _by_load(outcomes: Sequence[LoadResult]) -> list[Panel]:
-    """Returns a chart panel for each of ttft and tpot that has values, with two curves (the 50th and the 99th
-    percentile) and on each a point for each load: throughput in output tokens per second on the horizontal
-    axis, latency in seconds on the vertical one.
-    """
+    """Returns chart panels, one for ttft and one for tpot, each only if it has values. A panel has two curves
+    (the 50th and the 99th percentile) and on each a point for each load: throughput in output tokens per
+    second on the horizontal axis, latency in seconds on the vertical one."""
     panels = []
     for metric in ("ttft", "tpot"):
         curves = []

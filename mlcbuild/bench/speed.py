@@ -38,12 +38,12 @@ class SpeedPlan:
 
 
 def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: measures load time and tokens per second of the bundle inputs["bundle"], and writes them to
-    speed.json in `out`: the JSON object that `measure` returns, and `machine`.
+    """Action: measures load time and tokens per second of the bundle inputs["bundle"], and writes to
+    speed.json in `out` the JSON object that `measure` returns, with `machine` added.
 
     params: `prompt_tokens` and `generate_tokens`, numbers of tokens; `machine`, the kind of machine for which
-    the figures hold. Raises the errors of `measure`.
-    """
+    the figures hold. Raises UsageError if the tokens do not fit the bundle's context window, BundleError for
+    a damaged bundle, and VerificationError when it cannot be run."""
     prompt, answer = (int(str(params[name])) for name in ("prompt_tokens", "generate_tokens"))
     figures = measure(inputs["bundle"], SpeedPlan(prompt, answer))
     (out / SPEED).write_text(json.dumps({"machine": params["machine"], **figures}, indent=2) + "\n")
@@ -110,15 +110,15 @@ def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, fl
 
 
 def _pages(model: Executor, plan: SpeedPlan, number: int) -> range:
-    """Returns the numbers of the KV cache pages that the sequence `number` uses."""
+    """Returns the numbers of the KV cache pages of the sequence `number` in a speed measurement, in which
+    each sequence has equally many successive pages, enough for prompt and answer."""
     each = -(-(plan.prompt_tokens + plan.answer_tokens) // model.manifest.limits.page_size)
     return range(number * each, (number + 1) * each)
 
 
 def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
-    """Returns the seconds that prefill of one sequence's prompt takes, all chunks together. number: index of
-    the sequence.
-    """
+    """Computes the prompt of one sequence from its first token on, in chunks, and returns the seconds that
+    all of them take together. number: index of the sequence."""
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward
 

@@ -22,7 +22,8 @@ _TEXT = (
     "them then there these they thing think this time to two up us use want was way we well what when which "
     "who will with work would year you your river stone garden window number letter morning summer paper"
 )
-"""Common English words, which are single tokens or nearly so in the vocabulary of any model."""
+"""Common English words, separated by spaces, which are single tokens or nearly so in the vocabulary of any
+model."""
 WORDS = _TEXT.split()
 """The English words of which prompts are made."""
 
@@ -37,10 +38,10 @@ class Lengths:
 
     @classmethod
     def of(cls, text: str) -> Lengths:
-        """Parses a length option: "128" (constant), "uniform:LOW,HIGH", "normal:MEAN,DEVIATION" or
-        "lognormal:MEDIAN,SIGMA". Raises UsageError for any other text, a first number below 1, a negative
-        second one, any from 10 million on, and LOW above HIGH.
-        """
+        """Parses a length option, in tokens: "128" (constant), "uniform:LOW,HIGH" (both included),
+        "normal:MEAN,DEVIATION" or "lognormal:MEDIAN,SIGMA" (SIGMA is the deviation of the logarithm). Raises
+        UsageError for any other text, a first number below 1, a negative second one, any from 10 million on,
+        and LOW above HIGH."""
         name, colon, rest = text.partition(":")
         kinds: dict[str, Kind] = {"uniform": "uniform", "normal": "normal", "lognormal": "lognormal"}
         try:
@@ -84,9 +85,9 @@ class Demand:
 class Load:
     """The timing of the requests of a load test.
 
-    In a closed loop, each of `clients` clients sends its next request when it has received its answer. In an
-    open loop, `rate` requests are sent per second, whether or not answers have arrived.
-    """
+    If `rate` is None, it is a closed loop: each of `clients` clients sends its next request when it has
+    received its answer. Otherwise it is an open loop: `rate` requests are sent per second, whether or not
+    answers have arrived."""
 
     clients: int | None = None
     rate: float | None = None
