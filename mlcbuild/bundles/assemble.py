@@ -53,12 +53,11 @@ def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 def serving_document(checkpoint: Path) -> dict[str, object]:
     """Returns the serving defaults of a checkpoint as a JSON object: "eos_token_ids", a list ([] if none are
-    stated), and, if the checkpoint states them, "bos_token_id", "temperature", "top_p", "top_k" and "pooling"
-    ("mean" or "last"). If generation_config.json has do_sample false, the temperature is 0.0, and top_p and
-    top_k are left out. Token ids in generation_config.json override those in config.json, as in transformers;
-    values are not checked. Missing files count as empty; raises CheckpointError for files that hold no JSON
-    object, and for another pooling.
-    """
+    stated), and, if the checkpoint states them, "bos_token_id", "pooling" ("mean" or "last") and, from
+    generation_config.json only, "temperature", "top_p" and "top_k". If that file has do_sample false, the
+    temperature is 0.0, and top_p and top_k are left out. Its token ids override those in config.json, as in
+    transformers; values are not checked. Missing files count as empty; raises CheckpointError for files that
+    cannot be read or hold no JSON object, and for another pooling."""
     documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
     merged = {key: value for document in documents for key, value in document.items() if value is not None}
     ends = merged.get("eos_token_id", [])
@@ -78,9 +77,8 @@ def serving_document(checkpoint: Path) -> dict[str, object]:
 
 def _pooling(path: Path) -> str | None:
     """Returns the mode by which a sentence-transformers file says that embeddings are pooled: "mean" or
-    "last"; None if it is missing or states no mode. Raises CheckpointError for any other mode, for several,
-    and for a file that holds no JSON object. Older files have one boolean for each mode.
-    """
+    "last"; None if the file is missing or states no mode. Raises CheckpointError for any other mode, for
+    several, and for a file that holds no JSON object. Older files have one boolean for each mode."""
     prefix, document = "pooling_mode_", _object(path)
     named = document.get("pooling_mode")
     ways = [key.removeprefix(prefix) for key, value in document.items() if key.startswith(prefix) and value]
@@ -207,9 +205,8 @@ def _files(root: Path) -> dict[str, File]:
 
 
 def _place(source: Path, destination: Path) -> None:
-    """Hard-links a file of the store to the path `destination`, so that the disk holds weights once; copies
-    it where hard links are impossible.
-    """
+    """Hard-links a file of the store to the path `destination`, where no file may be, so that the disk holds
+    weights once; copies it where hard links are impossible. Raises OSError if both fail."""
     try:
         os.link(source, destination)
     except OSError:

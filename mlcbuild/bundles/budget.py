@@ -1,10 +1,10 @@
-"""Chooses a scheme for each matrix of a model under a budget, as the step `budget/<model>/<quantization>`.
+"""Chooses a scheme for each matrix of a model under a budget (maximum bits per weight, bytes, or loss), as
+the step `budget/<model>/<quantization>`.
 
 The choice starts with the smallest scheme for each matrix. It then applies upgrades in the order of loss
 saved per byte; those of one matrix are the corners of the lower convex hull of its losses over its bytes, so
 that each saves less per byte than the one before it. Losses of several matrices are taken as their sum, and
-the mixture that results is evaluated as a whole.
-"""
+the mixture that results is evaluated as a whole."""
 
 from __future__ import annotations
 
@@ -89,10 +89,9 @@ class Ladder:
 
     def within(self, most: int) -> list[Upgrade]:
         """Returns the replacements of matrices' quantization schemes by larger ones (a list of Upgrade) with
-        which the whole model fits in `most` bytes; none if it does not even fit with the smallest schemes.
-        They are applied by falling loss saved per byte; after one that does not fit, the same matrix gets no
-        further one.
-        """
+        which the whole model fits in `most` bytes; [] if none fits, also if the model is too large even with
+        the smallest schemes. They are applied by falling loss saved per byte; after one that does not fit,
+        the same matrix gets no further one."""
         left, applied, full = most - self.size(self.smallest), list[Upgrade](), set[str]()
         for upgrade in self.upgrades:
             if upgrade.matrix in full:
@@ -138,9 +137,8 @@ def hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _slope(before: Option, after: Option) -> float:
-    """Returns the decrease of the loss per additional byte, in nats, between two quantization schemes for one
-    matrix.
-    """
+    """Returns the decrease of the loss per additional byte, in nats, from the quantization scheme `before` of
+    a matrix to the larger one `after`."""
     return (before.loss - after.loss) / (after.bytes - before.bytes)
 
 
@@ -205,9 +203,8 @@ class _Chooser:
     def described(self, applied: Sequence[Upgrade]) -> tuple[str, list[tuple[str, str]]]:
         """Describes a mixture, in which matrices of a model have different quantization schemes, as a recipe
         does. Returns (name of the scheme that most matrices have, overrides for the others as pairs of a
-        pattern of matrix names and a scheme's name). applied: replacements of matrices' smallest schemes by
-        larger ones; the last one of a matrix counts.
-        """
+        pattern of matrix names, globs joined by "|", and a scheme's name). applied: replacements of matrices'
+        smallest schemes by larger ones; the last one of a matrix counts."""
         names = {name: option.scheme for name, option in self.ladder.mixture(applied).items()}
         return base_and_overrides(names, tuple(self._trial.params.values()))
 

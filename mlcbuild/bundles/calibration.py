@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from mlcbuild.bundles.reference_logits import TokenProgress
 
 MOST_TOKENS = 8192
-"""Maximum number of tokens of the prompts that a calibration measures. With more, the mean squares of the
-activations change by less than they are rounded; and all these tokens' activations are in memory together.
-"""
+"""Maximum number of tokens, of all prompts together, that a calibration measures. With more, the mean squares
+of the activations change by less than they are rounded; and all these tokens' activations are in memory
+together."""
 
 
 def calibrate(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -33,10 +33,10 @@ def calibrate(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     and calibration.json, a report: the numbers of prompts and tokens, the names of the matrices, and the
     BLAKE3 digest of importance.npz.
 
-    params and inputs: those of the step `reference`, whose prompts are shortened alike; only the first
-    MOST_TOKENS tokens count. Activations are those of the exact model; experts of a mixture are left out.
-    Raises UsageError when no prompt has two tokens, CheckpointError for a checkpoint that cannot be read.
-    """
+    params and inputs: those of the step `reference` (prompts, checkpoint, config and tokenizer), whose
+    prompts are shortened alike; only the first MOST_TOKENS tokens count. Activations are those of the exact
+    model; experts of a mixture are left out. Raises UsageError when no prompt has two tokens, CheckpointError
+    for a checkpoint that cannot be read."""
     import numpy as np
 
     from mlcbuild.bundles.reference import Reference

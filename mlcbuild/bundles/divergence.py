@@ -21,8 +21,7 @@ def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 def divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns KL(p || q) in nats at each of n positions, at least 0. p, q: logarithms of probabilities [n,
-    vocab], all finite; otherwise the result is NaN.
-    """
+    vocab], which must be finite: -inf makes that position's result NaN or, if only `q` has it, infinite."""
     import numpy as np
 
     kl: NDArray[np.float64] = np.maximum((np.exp(p) * (p - q)).sum(axis=-1), 0.0)

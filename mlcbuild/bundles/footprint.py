@@ -12,12 +12,11 @@ from mlcbuild.bundles import fresh_process
 
 
 def measure(bundle: Path) -> int:
-    """Returns the number of bytes by which the peak memory of a process grows when a loaded bundle fills its
-    limits.
+    """Loads a bundle in a new process, fills its limits, and returns the number of bytes by which the peak
+    memory of that process grows after loading.
 
     It runs max_batch sequences of context_window tokens, which takes as long as computing these tokens.
-    Raises VerificationError with the runtime's message if the bundle cannot be run.
-    """
+    Raises VerificationError with the runtime's message if the bundle cannot be run."""
     return int(fresh_process.run("mlcbuild.bundles.footprint", str(bundle)))
 
 
@@ -32,9 +31,9 @@ def _peak() -> int:
 
 
 def _grown(path: str) -> int:
-    """Runs sequences that fill the limits of a bundle, and returns the number of bytes by which the peak
-    memory of this process grows. path: the bundle's directory.
-    """
+    """Loads a bundle, runs sequences that fill its limits, and returns the number of bytes by which the peak
+    memory of this process grows after loading. The process must be new, since a peak never falls. path: the
+    bundle's directory."""
     from mlcbuild_runtime.executor import loading
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward

@@ -1,4 +1,5 @@
-"""Runs a bundle in a separate process in which, as in a server, nothing of the compiler is loaded."""
+"""Evaluates a bundle in a separate process in which, as in a server, nothing of the compiler is loaded, and
+returns the result."""
 
 from __future__ import annotations
 
@@ -48,10 +49,9 @@ def _progress(result: Path) -> Path:
 
 
 def main(work: Callable[..., object]) -> None:
-    """Calls a function with the command-line arguments of this child process, except for the last, and writes
-    the result as JSON to the file that the last one names, which `run` in the parent process reads. A
-    ServingError ends this process with its message on standard error.
-    """
+    """Calls `work(*arguments)` with the command-line arguments of this child process, except for the last, as
+    strings, and writes the result as JSON to the file that the last one names, which `run` in the parent
+    process reads. A ServingError ends this process with code 1 and its message on standard error."""
     from mlcbuild_format.errors import ServingError
 
     *arguments, result = sys.argv[1:]

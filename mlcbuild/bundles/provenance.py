@@ -1,5 +1,5 @@
-"""Writes and checks the provenance of bundles: a signed statement of the inputs from which a bundle was
-built.
+"""Writes and checks the provenance of bundles: a statement of the inputs from which a bundle was built,
+signed if the builder has a key.
 
 A bundle holds an in-toto statement with an SLSA predicate and, if the builder has a key, the same statement
 in a DSSE envelope on one line, which other attestation tools read:
@@ -41,9 +41,8 @@ class Provenance:
 
     statement: Mapping[str, Json]
     signers: tuple[str, ...]
-    """Sorted public keys whose signatures of the bundle's provenance statement are valid. The caller decides
-    which keys to trust.
-    """
+    """Sorted public keys ("ed25519:" and URL-safe base64) whose signatures of the bundle's provenance
+    statement are valid. The caller decides which keys to trust."""
 
 
 def statement(
@@ -79,9 +78,8 @@ def statement(
 
 
 def envelope(payload: bytes, signer: Signer) -> bytes:
-    """Returns a provenance statement in a DSSE envelope, as one line of JSON. payload: bytes of the
-    statement; signer: the key that signs it.
-    """
+    """Returns a provenance statement in a DSSE envelope, as one line of JSON, in bytes and with its newline.
+    payload: bytes of the statement; signer: the key that signs it."""
     signature = base64.b64encode(signer.sign(_encoded(payload))).decode()
     document: dict[str, Json] = {
         "payload": base64.b64encode(payload).decode(),
@@ -100,12 +98,11 @@ def _encoded(payload: bytes) -> bytes:
 
 def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
     """Checks and returns the provenance of the bundle in a directory. Of the bundle only bundle.json is read,
-    since it names the digests of the other files.
+    since it names the digests of the other files. trust: public keys, one of which must have signed the
+    statement; if it is empty, the statement may be unsigned.
 
-    Raises ProvenanceError if the statement or bundle.json is missing or cannot be read, and unless the
-    statement is about this bundle, all of its signatures, if there are any, are valid and, if `trust` holds
-    public keys, one of them has signed it.
-    """
+    Raises ProvenanceError if the statement or bundle.json is missing or cannot be read, the statement is
+    about another bundle, any signature of it is invalid, or no key in `trust` has signed it."""
     payload = _bytes(bundle / STATEMENT)
     document = _document(bundle / STATEMENT, payload)
     actual = sha256(_bytes(bundle / _MANIFEST)).hexdigest()
@@ -149,9 +146,8 @@ def _document(path: Path, payload: bytes) -> Mapping[str, Json]:
 
 
 def _subject(document: Mapping[str, Json]) -> object:
-    """Returns the SHA-256, in hex, of the bundle manifest that a provenance statement is about; None if the
-    statement names none.
-    """
+    """Returns the SHA-256, in hex, of the manifest bundle.json that a parsed provenance statement is about;
+    None if the statement names none."""
     try:
         subjects = cast("list[dict[str, dict[str, str]]]", document["subject"])
         return next(item["digest"]["sha256"] for item in subjects if item["name"] == cast(object, _MANIFEST))
@@ -160,12 +156,11 @@ def _subject(document: Mapping[str, Json]) -> object:
 
 
 def _signers(path: Path, payload: bytes) -> Iterator[str]:
-    """Yields the public keys whose signatures, in the file `path`, of the provenance statement `payload` are
-    valid. Signatures by keys other than ed25519 are ignored.
+    """Yields the public keys, as text, that have signed the provenance statement `payload` in the file
+    `path`, which holds a DSSE envelope on each line. Signatures by keys other than ed25519 are ignored.
 
-    Raises ProvenanceError when the file is not a list of envelopes, is about another statement, or has an
-    invalid signature.
-    """
+    Raises ProvenanceError when the file cannot be read, or a line is not an envelope, is about another
+    statement, or has an invalid signature."""
     for line in _bytes(path).splitlines():
         try:
             document = strict_json.parse(line)

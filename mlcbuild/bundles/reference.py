@@ -29,9 +29,8 @@ is read one matrix at a time.
 
 @dataclass(frozen=True)
 class Past:
-    """The state of a sequence in the reference computation: the keys and values of the positions computed
-    so far.
-    """
+    """The state of one sequence in the reference computation: the keys and values, in each layer, of the
+    positions computed so far. It never changes; computing more tokens returns a new one."""
 
     length: int
     """Number of tokens of the sequence that have been computed, and whose keys and values (or other attention
@@ -53,13 +52,11 @@ class Reference:
     dtype: type[np.float32] | type[np.float64] = np.float32
     """The NumPy type in which all numbers of the reference computation are computed."""
     context_window: int | None = None
-    """Context window in tokens. It selects LongRoPE's frequencies as in a library compiled for it; None means
-    the model's maximum.
-    """
+    """Context window in tokens; None means the model's maximum. It only selects LongRoPE's frequencies, those
+    of a library compiled for this window, and does not limit the number of tokens."""
     rounded: Callable[[str, Array], Array] = lambda name, rows: rows
     """Function from (name of a matrix, rows that are multiplied with it) to the rows that the product reads.
-    8-bit activations round them; products of experts are not rounded.
-    """
+    8-bit activations round them; the default leaves them unchanged. Products of experts are not rounded."""
 
 
 def logits(
@@ -73,11 +70,10 @@ def logits(
 ) -> Array:
     """Returns the logits [n, vocab] that a model computes after each of n tokens, starting from an empty
     cache. dtype: NumPy type of all arithmetic; context_window: in tokens, which selects LongRoPE's
-    frequencies, None for the model's maximum; on_layer: called after each layer.
+    frequencies, None for the model's maximum; on_layer: called without arguments after each layer.
 
     Raises ValueError for no tokens and for token ids outside the vocabulary, IndexError for a position beyond
-    a model's table of learned positions, CheckpointError for weights that are missing or misshapen.
-    """
+    a model's table of learned positions, CheckpointError for weights that are missing or misshapen."""
     model = Reference(config, weights, dtype, context_window)
     return head(model, hidden(model, tokens, on_layer=on_layer)[0])
 
@@ -88,13 +84,12 @@ def hidden(
     past: Past = EMPTY,
     on_layer: Callable[[], None] = lambda: None,
 ) -> tuple[Array, Past]:
-    """Returns (hidden states [n, hidden] of the tokens after the model's final norm, the state `past`
-    extended by these tokens). past: attention state after the earlier tokens; on_layer: called after each
-    layer.
+    """Returns (hidden states [n, hidden] of the tokens after the model's final norm, a new state: `past`
+    extended by these tokens). past: attention state after the earlier tokens, which is not changed; on_layer:
+    called without arguments after each layer.
 
     Raises ValueError for no tokens and for token ids outside the vocabulary, IndexError for a position beyond
-    a model's table of learned positions, CheckpointError for weights that are missing or misshapen.
-    """
+    a model's table of learned positions, CheckpointError for weights that are missing or misshapen."""
     x, states = embedded(reference, tokens, past.length), []
     for index in range(len(reference.config.layers)):
         x, state = layer(reference, index, x, past)
@@ -127,9 +122,8 @@ def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0
 def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tuple[Array, State]:
     """Computes one decoder layer, and returns (residual stream [n, hidden] after it, the attention state of
     the layer with these n positions added, such as keys and values). index: the layer's number, from 0; x:
-    residual stream [n, hidden] before the layer; past: state before these n positions. Raises CheckpointError
-    for weights that are missing or misshapen.
-    """
+    residual stream [n, hidden] before the layer; past: state before these n positions, which is not changed.
+    Raises CheckpointError for weights that are missing or misshapen."""
     positions = np.arange(past.length, past.length + len(x))
     rotations = tuple(_rotation(reference, rope, positions) for rope in reference.config.ropes)
     state = past.states[index] if past.states else ()
@@ -175,10 +169,10 @@ def head(reference: Reference, states: Array) -> Array:
 
 def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterable[int] = ()) -> list[int]:
     """Returns up to `count` tokens that follow a prompt, each the most likely one (the lowest id among
-    equals), computed with a cache of keys and values. The list ends early with a token of `stop`, which it
-    includes. Raises CheckpointError for weights that cannot be read, ValueError for an empty prompt or a
-    token id beyond the vocabulary.
-    """
+    equals), computed with a cache of keys and values; no context window ends the list. It ends early with a
+    token of `stop`, which it includes. Raises CheckpointError for weights that cannot be read, ValueError for
+    an empty prompt or a token id beyond the vocabulary, IndexError for a position beyond a table of learned
+    positions."""
     ends, answer = frozenset(stop), list[int]()
     tokens, past = list(prompt), EMPTY
     while len(answer) < count and not (answer and answer[-1] in ends):
@@ -205,17 +199,16 @@ class _Checked:
         return np.asarray(self.raw(name), self.reference.dtype)
 
     def of_layer(self, index: int, name: str, expert: int | None = None) -> Array:
-        """Returns the values of a parameter of the layer `index`, or those of the expert with the number
-        `expert`, in the number type of the computation. name: the parameter's name within the layer. Raises
-        CheckpointError if the parameter is missing or misshapen.
-        """
+        """Returns the values of a parameter of the layer `index` or, unless `expert` is None, those of the
+        expert with that number, in the number type of the computation. name: the parameter's name within the
+        layer. Raises CheckpointError if the parameter is missing or misshapen."""
         values = self.raw(f"layers.{index}.{name}")
         return np.asarray(values if expert is None else values[expert], self.reference.dtype)
 
     def raw(self, name: str) -> Any:
-        """Returns a weight in its stored dtype, so that callers that need few rows of a matrix convert only
-        these. Raises CheckpointError if it is missing or has a wrong shape.
-        """
+        """Returns the weight `name` (a parameter's full name) in its stored dtype, so that callers that need
+        few rows of a matrix convert only these. Raises CheckpointError if it is missing or has another shape
+        than the model defines."""
         try:
             values = self.reference.weights[name]
         except KeyError:

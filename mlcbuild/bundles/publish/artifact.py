@@ -82,7 +82,7 @@ def _send(
     """Mounts or uploads a file of a bundle to a registry's repository, unless it has the file. digests: path
     -> BLAKE3; name: path of the file; uploaded: files that registries are known to have, to which it is
     added. Returns (digest "sha256:<hex>" of the file, number of bytes sent, 0 if it was there or mounted).
-    """
+    Raises RemoteError if the registry refuses or cannot be reached."""
     place, key = target.place, (target.place.host, digests[name])
     if key in uploaded:
         digest, repository = uploaded[key]
@@ -126,8 +126,8 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
     """Downloads the files of the artifact at the address `source` into an existing directory, where files of
     an interrupted transfer are continued, and checks their SHA-256. Returns (immutable address, paths of the
     files). Raises RemoteError if the registry refuses, cannot be reached or has no bundle there, if a file's
-    name is unsafe or its content damaged, or if the disk lacks room; OSError if a file cannot be written.
-    """
+    name is unsafe or its content damaged, or, before any download, if the disk lacks room; OSError if a file
+    cannot be written."""
     place = parse(source)
     with Background(_AT_ONCE) as pool, Registry(place) as origin:
         manifest = origin.manifest(place.reference)
@@ -145,9 +145,9 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
 
 
 def _layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns path of a file (a layer's title) -> layer, for the layers of an OCI manifest that have a title.
-    data: the manifest. Raises RemoteError if it cannot be parsed, or names a file twice.
-    """
+    """Returns path of a file (a layer's title) -> layer (Descriptor), for the layers of an OCI manifest that
+    have a title. data: the manifest's bytes. Raises RemoteError if they cannot be parsed, or name a file
+    twice."""
     try:
         layers = [layer for layer in layers_of(data) if TITLE in layer.annotations]
     except ValueError:
@@ -169,10 +169,10 @@ def _present_layers(data: bytes) -> dict[str, Descriptor]:
 
 
 def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
-    """Downloads a layer of an OCI artifact to `path`, continuing an earlier transfer, and checks its SHA-256
-    and size. A damaged file is downloaded once more; if it is damaged again, its size differs, it is missing
-    in the registry or the transfer fails, RemoteError is raised.
-    """
+    """Downloads a layer of an OCI artifact to `path`, continuing an earlier transfer. A file whose SHA-256 is
+    not the layer's is emptied and downloaded once more. Raises RemoteError if it then differs again (the file
+    is left empty), if the SHA-256 is right but the size is not the stated one, if the registry lacks the
+    layer, or if the transfer fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     for _ in range(2):

@@ -63,8 +63,7 @@ def push(
 
 def _there(source: HubSource) -> dict[str, HubFile]:
     """Returns path -> size and digests (HubFile) of each file in a branch of the hub's repository; {} if the
-    repository or branch does not exist yet.
-    """
+    repository or branch does not exist yet. Raises SourceError if the hub refuses or cannot be reached."""
     with suppress(AbsentError):
         return hub.list_files(source)[1]
     return {}
@@ -84,8 +83,8 @@ def _git_oid(data: bytes) -> str:
 
 
 def _sources(bundle: Path) -> Iterator[str]:
-    """Yields the addresses of the hub repositories, with commits, that a bundle's provenance names; none if
-    it has no provenance that can be read."""
+    """Yields the addresses hf://organisation/name@commit of the hub repositories from which a bundle was
+    built, each once, as its provenance names them; none if it has no provenance that can be read."""
     try:
         document = strict_json.parse((bundle / STATEMENT).read_bytes())
         items = document["predicate"]["buildDefinition"]["resolvedDependencies"]
@@ -98,10 +97,10 @@ def _sources(bundle: Path) -> Iterator[str]:
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
     """Downloads a repository's bundle into a directory, and returns (address at a commit, paths of the
-    files). The files are read-only. The hub's cache keeps downloaded files, to which they are hard links
-    where possible, and resumes interrupted transfers. Raises SourceError if the hub refuses or cannot be
-    reached, RemoteError for a repository that is no bundle, OSError if a file cannot be written.
-    """
+    files). The files are read-only; their contents are not compared with bundle.json. The hub's cache keeps
+    downloaded files, to which they are hard links where possible, and resumes interrupted transfers. Raises
+    SourceError if the hub refuses or cannot be reached, RemoteError for a repository that is no bundle,
+    OSError if a file cannot be written."""
     asked = cast(HubSource, hub.parse_source(source))
     commit, listed = hub.list_files(asked)
     exact = HubSource(asked.repo, commit)
@@ -124,9 +123,9 @@ def _fetch(source: HubSource, directory: Path, name: str) -> None:
 
 
 def _link_or_copy(cached: Path, place: Path) -> None:
-    """Makes `place` a hard link of a file in the hub's cache, so that a bundle is not on the disk twice, or a
-    copy where that is impossible or the file is another user's: that user could change a linked file, which
-    may be a library, after it was checked."""
+    """Makes `place`, where no file may be, a hard link of a file in the hub's cache, so that a bundle is not
+    on the disk twice, or a copy where that is impossible or the file is another user's: that user could
+    change a linked file, which may be a library, after it was checked."""
     with suppress(OSError):
         if cached.stat().st_uid == os.geteuid():
             place.hardlink_to(cached)

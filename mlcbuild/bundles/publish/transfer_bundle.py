@@ -20,7 +20,8 @@ from mlcbuild.remotes.kinds import destination
 from mlcbuild.remotes.transport import border, quoted
 
 _OWN = (form.MANIFEST, STATEMENT, ENVELOPE)
-"""Names of files in a bundle's directory that its manifest does not list."""
+"""Names of the files of a bundle that its manifest does not list: the manifest itself and, where they exist,
+the provenance statement and its signed envelope."""
 Uploaded: TypeAlias = dict[tuple[str, str], tuple[str, str]]
 """Files that registries are known to have: (registry, BLAKE3 of a file) -> (digest "sha256:<hex>" of the
 file, a repository of the registry that has it)."""
@@ -97,9 +98,8 @@ class _Place(Protocol):
 
     def fetch(self, source: str, directory: Path) -> tuple[str, frozenset[str]]:
         """Downloads the files of the bundle at the address `source` into a directory, and returns (immutable
-        address, paths of the files). Raises RemoteError or SourceError if the transfer fails, OSError if a
-        file cannot be written.
-        """
+        address, paths of the files in it). The caller checks their contents. Raises RemoteError or
+        SourceError if the transfer fails, OSError if a file cannot be written."""
 
 
 def _place(url: str) -> _Place:
@@ -110,20 +110,18 @@ def _place(url: str) -> _Place:
 
 def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
     """Returns path -> size in bytes, sorted by path, of the files that belong to a bundle: those that its
-    manifest lists, the manifest, and the provenance if there is one. Other files in its directory are
-    ignored.
-    """
+    manifest lists, with the sizes that it states, the manifest, and the provenance if there is one. Other
+    files in its directory are ignored."""
     sizes = {name: file.size for name, file in manifest.files.items()}
     extra_files = [name for name in _OWN if (bundle / name).is_file()]
     return dict(sorted((sizes | {name: (bundle / name).stat().st_size for name in extra_files}).items()))
 
 
 def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
-    """Checks the files of a bundle that were downloaded from the address `source` to the directory `part`,
-    and returns the bundle's manifest; removes a damaged bundle. listed: paths of the downloaded files; others
-    are deleted. Raises PublishError if a file is missing, has other contents than the manifest states, or is
-    not listed there.
-    """
+    """Checks a bundle that was downloaded from the address `source` to the directory `part`, and returns its
+    manifest. Files in `part` that are not in `listed`, the paths of the downloaded files, are deleted first.
+    If a file is missing, has other contents than the manifest states, or is not listed in the manifest, it
+    removes `part` and raises PublishError."""
     try:
         # an interrupted transfer of an earlier version left them
         for path in sorted(part.rglob("*"), reverse=True):
@@ -142,8 +140,9 @@ def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
 
 
 def _show(part: Path, directory: Path) -> None:
-    """Moves a checked bundle from its temporary directory to its final path, replacing an older bundle or a
-    symbolic link. directory: an absolute path."""
+    """Moves a checked bundle from its temporary directory `part` to its final path `directory`, which is
+    absolute. An older bundle or a symbolic link to one is moved away before and then removed, so that for a
+    moment nothing is there. Raises OSError if the path cannot be renamed."""
     old = directory.with_name(f".{directory.name}.old")
     _remove(old)
     if directory.exists():
@@ -153,7 +152,8 @@ def _show(part: Path, directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a directory, or a symbolic link and not that to which it leads; nothing if neither exists."""
+    """Removes a directory, or a symbolic link and not that to which it leads; nothing if neither exists. What
+    cannot be removed of a directory is left without an error."""
     if path.is_symlink():
         path.unlink()
     else:

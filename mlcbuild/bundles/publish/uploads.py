@@ -30,12 +30,12 @@ class Sent:
     """Address of the registry or hub to which the bundle is sent, as the recipe or the caller stated it; ""
     for a variant that is not sent."""
     status: Literal["published", "present", "failed", "skipped"]
-    """The outcome of sending the bundle: "present" means that the destination already had all files,
-    "skipped" that a recipe's variant is not published because it is not verified.
-    """
+    """The outcome of sending the bundle: "published" (bytes were sent), "present" (the destination already
+    had all files), "failed", or "skipped" (a recipe's variant that is not published because it is not
+    verified)."""
     address: str = ""
-    """Immutable address of the published bundle, with the digest or commit of its content; "" if it was not
-    sent."""
+    """Immutable address of the published bundle, with the digest or commit of its content, also if the
+    destination already had it; "" if sending failed or was skipped."""
     size: int = 0
     """Number of bytes of a bundle that were sent to the registry or hub."""
     note: str = ""
