@@ -29,7 +29,8 @@ _C_LIBRARY = "memcpy memmove memset sinf cosf sincosf expf exp2f logf powf tanhf
 ALLOWED = frozenset(
     [*_C_LIBRARY.split(), "TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIErrorSetRaisedFromCStr"]
 )
-"""Symbols that a library may leave undefined, because Python and libtvm_runtime provide them."""
+"""Names of the symbols that a shared library for Linux may leave undefined, because Python and libtvm_runtime
+provide them."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Linker:
 def linker_identity(target: Target) -> str:
     """Returns "name: version" of the linker for a target, for the cache key of libraries. The version is the
     first line that the linker prints about it, "unknown" if it prints nothing. Raises SetupError if this
-    machine has no linker for the target, or if the linker cannot be run."""
+    machine has no linker for the target, or if the linker cannot be run or takes more than 120 s."""
     linker = _linker(target)
     return f"{linker.name}: {_version(linker.command)}"
 
@@ -115,8 +116,8 @@ def _options(linker: Linker, target: Target) -> list[str]:
 
 
 def _macos_version(target: Target) -> str:
-    """Returns the macOS version at the end of the target's triple, such as 11.0 for arm64-apple-macosx11.0.0;
-    11.0 if the triple has none.
+    """Returns the macOS version at the end of the target's triple as "major.minor", such as "11.0" for
+    arm64-apple-macosx11.0.0; "11.0" if the triple has none.
     """
     digits = target.triple.rpartition("macosx")[2].split(".")
     return ".".join([*digits, "0"][:2]) if digits[0].isdigit() else "11.0"
@@ -132,7 +133,8 @@ def _linker(target: Target) -> Linker:
 
 def _candidates(target: Target) -> Iterator[Linker]:
     """Yields the linkers for a target that are installed on this machine, best first: programs on PATH before
-    the one in the Python package ziglang, and for macOS, on a Mac, clang before ld64.lld."""
+    the one in the Python package ziglang, and for macOS, on a Mac, clang before ld64.lld. Those on PATH may
+    lack support for the target's processor."""
     if target.system == "macos":
         yield from _macho_candidates(target)
         return
@@ -144,8 +146,8 @@ def _candidates(target: Target) -> Iterator[Linker]:
 
 
 def programs(target: Target) -> tuple[str, ...]:
-    """Returns the names of all programs that mlcbuild looks up on PATH as linkers for a target, best first;
-    clang only on a Mac.
+    """Returns the names of the programs that may be looked up on PATH as linkers for a target, best first.
+    For macOS they always include clang, although it is looked up only if this machine is a Mac.
     """
     if target.system == "macos":
         return ("clang", "ld64.lld")
@@ -178,9 +180,9 @@ def _zig() -> tuple[str, ...] | None:
 
 
 def _works(linker: Linker, target: Target) -> bool:
-    """Returns True if a linker supports a target's processor. Only GNU ld is run to find out, since it is
-    built for some architectures only; the others are assumed to support it. Raises SetupError if it cannot be
-    run."""
+    """Returns True if a linker supports a target's processor. Only the program `ld` is run to find out, since
+    it is built for some architectures only; all others are assumed to support it. Raises SetupError if `ld`
+    cannot be run or takes more than 120 s."""
     if linker.name != "ld":
         return True
     emulation = _GNU_EMULATION.get(target.architecture)

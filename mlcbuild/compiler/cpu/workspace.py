@@ -137,7 +137,7 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:
     """Returns the maximum number of bytes that an array of a kernel takes from the thread's memory pool,
     rounded up to a multiple of 4096. An array of constant size below 1024 bytes lies on the stack and counts
-    as 0.
+    as 0. analyzer: holds the largest values of the symbolic dimensions.
     """
     bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
     bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))

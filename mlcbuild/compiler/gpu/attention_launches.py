@@ -70,8 +70,9 @@ def attention_launches(
     build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
     """Returns two lists of kernel launches for the attention of the layer with the number `index`: those that
-    compute its output, and those that add the output to the residual stream. rows: rows of x per workgroup
-    for the matrix-vector products of decoding; None: launches for prompts.
+    compute the heads' results, from the norm and the qkv product on, and those that multiply these with the
+    output projection and add the product to the residual stream. rows: rows of x per workgroup for the
+    matrix-vector products of decoding; None: launches for prompts.
     """
     if isinstance(layer.mixer, LatentAttention):
         return _latent_attention(build, index, layer, rows)
@@ -85,8 +86,9 @@ def attention_launches(
 
 
 def _attend(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the kernel launches that compute attention's results from rotated queries and the KV cache.
-    rows: None for prompts; any number for decoding, which uses other kernels."""
+    """Returns the kernel launches that compute attention's results from rotated queries and the KV cache,
+    which already holds the keys and values of the call's own tokens. rows: None for prompts; any number for
+    decoding, whose first launch copies the KV cache pages of forks."""
     mixer, spec, places = layer.mixer, attention_spec(build, index, layer), build.calls.places
     pages = f"pages.{index}"
     sinks = {} if spec.half_sinks is None else {"sinks": f"layers.{index}.attn.sinks"}
@@ -134,9 +136,10 @@ def _prepare_heads(build: LaunchBuilder, index: int, mixer: Attention) -> list[L
 def _latent_attention(
     build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns two lists of kernel launches for a layer's latent attention: those that compute its output, and
-    those that add the output to the residual stream. Each head multiplies its queries and its results by
-    matrices of its own. rows: rows of x per workgroup in decoding; None for prompts.
+    """Returns two lists of kernel launches for a layer's latent attention: those that compute the heads'
+    results, and those that multiply these with the output projection and add the product to the residual
+    stream. Each head multiplies its queries and its results by matrices of its own. rows: rows of x per
+    workgroup in decoding; None for prompts.
     """
     base, mixer, places = f"layers.{index}.attn", layer.mixer, build.calls.places
     assert isinstance(mixer, LatentAttention)

@@ -14,8 +14,8 @@ from mlcbuild.compiler.gpu.kernels import prompt_attention
 from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
 
 DRAFT_ROWS = 16
-"""Minimum number of rows that a library allows in a decoding step, so that even a library for few sequences
-has room for their draft tokens.
+"""Number of rows that every library accepts in a decoding step, even one built for fewer sequences, so that
+there is room for their draft tokens.
 """
 STEPS = 16
 """Number of decoding steps whose sampled tokens the GPU program's buffer `history` can hold."""
@@ -39,19 +39,21 @@ class CallSizes:
 
     @property
     def decode_rows(self) -> int:
-        """Returns the maximum number of rows of a decoding step of a GPU program."""
+        """Returns the maximum number of rows of a decoding step of a GPU program: the maximum batch size, or
+        16 if that is larger."""
         return max(self.limits.max_batch, DRAFT_ROWS)
 
     @property
     def logit_rows(self) -> int:
-        """Returns the maximum number of rows whose logits one call of a GPU program computes."""
+        """Returns the maximum number of rows whose logits one call of a GPU program computes: those whose
+        float32 logits fit in 32 MiB, at least one, and at most the rows of a call."""
         return max(1, min(self.limits.rows, _LOGITS_BYTES // (4 * self.vocab_size)))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Returns name of a size -> its maximum in one call of a GPU program: n rows, q rows of logits, t
-        tiles of up to 32 prompt rows of one sequence, f copies of pages (forks), m logit masks, and pages of
-        the KV cache.
+        """Returns name of a size -> its maximum in one call of a GPU program: "n" rows, "q" rows of logits,
+        "t" tiles of up to 32 prompt rows of one sequence, "f" copies of pages (forks), "m" logit masks, and
+        "pages" of the KV cache.
         """
         return {
             "n": max(self.limits.rows, self.decode_rows),
@@ -71,9 +73,9 @@ class CallSizes:
 
     @cached_property
     def sections(self) -> dict[str, Section]:
-        """Returns input name, such as tokens or positions -> the input's section, its offset and its size (an
-        expression of the call's sizes) in int32 words, in the one buffer that holds all inputs of a call of a
-        GPU program."""
+        """Returns input name, such as tokens or positions -> the Section of that input in the one buffer that
+        holds all inputs of a call of a GPU program: its offset from the buffer's start, and its size, an
+        expression of the call's sizes, both in int32 words."""
         sizes: dict[str, Expression] = {
             "count": 1,
             "tokens": "n",

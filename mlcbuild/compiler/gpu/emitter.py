@@ -31,8 +31,8 @@ KernelBuilder.
 
 
 _FEATURES = (frozenset({PACKED_PRODUCTS, SUBGROUPS}), frozenset({SUBGROUPS}), frozenset({SHADER_F16}))
-"""Sets of names of optional GPU device features for which separate source texts of kernels are built; a
-device runs the first whose features it has.
+"""Sets of names of optional GPU device features for which separate source texts of kernels are built, the
+best first; a device runs the text of the first set of which it has all features.
 """
 
 
@@ -101,9 +101,9 @@ class Emitter:
         return name
 
     def function(self, name: str, variants: Mapping[int, tuple[Mapping[str, int], list[Launch]]]) -> None:
-        """Adds a function to the GPU program, with several variants. variants: a key of any kind -> (name of
-        a size -> its maximum in a call, launches of kernels). The keys are not used; a call runs the first
-        variant, in the mapping's order, whose maxima are large enough."""
+        """Adds the function `name` to the GPU program, with several variants. variants: a key of any kind ->
+        (name of a size -> its maximum in a call, launches of kernels). The keys are not used; a call runs the
+        first variant, in the mapping's order, whose maxima are large enough, and fails if there is none."""
         ordered = (CallVariant(dict(sizes), tuple(launches)) for sizes, launches in variants.values())
         self.functions[name] = tuple(ordered)
 

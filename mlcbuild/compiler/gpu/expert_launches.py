@@ -48,8 +48,9 @@ def expert_columns(block: Experts, hidden: int) -> dict[str, int]:
 
 
 def most_tiles(block: Experts, rows: Expression) -> Expression:
-    """Returns an expression for the maximum number of tiles into which the expert choices of `rows` rows are
-    divided; a tile has up to 64 choices, of one expert only.
+    """Returns an expression, over the sizes of a GPU program's call, for the maximum number of tiles into
+    which the expert choices of `rows` rows are divided; a tile has up to 64 choices, of one expert only.
+    rows: a number, or such an expression, for instance "n".
     """
     return ("add", ("div", ("mul", rows, block.chosen), TILE), block.count)
 
@@ -57,10 +58,10 @@ def most_tiles(block: Experts, rows: Expression) -> Expression:
 def expert_launches(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns two lists of kernel launches for a mixture-of-experts layer: those that compute its output, and
-    those that add the output to the residual stream. base: prefix of the feed-forward's parameter names;
-    norm_name: the norm before it; rows: rows of x per workgroup for the matrix-vector products of decoding;
-    None: launches for prompts.
+    """Returns two lists of kernel launches for a mixture-of-experts layer. The first computes experts' gated
+    values or, for prompts, their outputs; the second completes the weighted sum and adds it to the residual
+    stream. base: prefix of the feed-forward's parameter names; norm_name: prefix of those of the norm before
+    it; rows: rows of x per workgroup for the matrix-vector products of decoding; None: launches for prompts.
     """
     block = layer.feed_forward
     assert isinstance(block, Experts)
@@ -94,8 +95,8 @@ class _Mixture:
     def decode(self) -> tuple[list[Launch], list[Launch]]:
         """Returns two lists of kernel launches for the experts of decoding: those that compute the gated
         values of the chosen experts, and those that multiply these with the experts' output matrices and add
-        up the weighted results. They add the sum, times the layer's scale, to the residual stream or, if a
-        norm follows the experts, store it in the buffer `delta`."""
+        up the weighted results. They add the sum, times the layer's scale, to the residual stream; if a norm
+        follows the experts, they store it without that factor in the buffer `delta` instead."""
         block, layer, norm_name = self._block, self._layer, self._norm_name
         source, norm, norm_buffers = self._build.normed_source(norm_name, layer, self._rows)
         fused = {"outputs": block.size, "gate": self._gate, "norm": norm}
@@ -115,8 +116,8 @@ class _Mixture:
     def prompt(self) -> tuple[list[Launch], list[Launch]]:
         """Returns two lists of kernel launches for the experts of prompt tokens: those that compute the
         outputs of the chosen experts, and a single one that adds up these outputs, times their weights. It
-        adds the sum, times the layer's scale, to the residual stream or, if a norm follows the experts,
-        stores it in the buffer `delta`."""
+        adds the sum, times the layer's scale, to the residual stream; if a norm follows the experts, it
+        stores the sum without that factor in the buffer `delta` instead."""
         block, hidden = self._block, self._build.config.hidden_size
         sorted_sizes: dict[str, Expression] = {
             "choices": self._choices,
@@ -171,7 +172,7 @@ class _Mixture:
 
     def _parts(self, name: str) -> list[tuple[int, int]]:
         """Returns (first expert, number of experts) of each part of the parameter `name`, a stack of
-        matrices, that is bound in one launch.
+        matrices, that is bound in one launch: one part if a device can bind the whole stack.
         """
         each, count = self._build.params[name].shape[1], self._block.count
         sizes = [each * row for row in self._build.row_bytes(name)]
@@ -184,8 +185,8 @@ class _Mixture:
     def shared(self) -> tuple[list[Launch], list[Launch]]:
         """Returns two lists of kernel launches of the shared feed-forward, which every token uses: those that
         compute its gated values, and those that multiply them with its output matrix. The second ones add the
-        result to the residual stream or, if a norm follows the experts, to the buffer `delta`. Both lists are
-        empty if the layer has no shared feed-forward."""
+        result, times the layer's scale, to the residual stream or, if a norm follows the experts, without
+        that factor to the buffer `delta`. Both lists are empty if the layer has no shared feed-forward."""
         build, block, base, rows = self._build, self._block, f"{self._base}.shared", self._rows
         if not block.shared_size:
             return [], []

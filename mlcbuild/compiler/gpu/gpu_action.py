@@ -1,4 +1,6 @@
-"""Compiles a GPU program, as the action of a build step. Its import closure contains no other backend."""
+"""Compiles a GPU program, as the action of a build step. It imports no other backend, neither directly nor
+indirectly, because the source files of its imports are part of the step's cache key.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ def tools(target: Target) -> dict[str, str]:
 
 
 def _needs_nothing(target: Target) -> None:
-    """Does nothing, because a GPU program is not linked and needs no linker on this machine."""
+    """Does nothing, in place of the check for a linker: a GPU program is not linked."""
 
 
 def _place(files: Sequence[Path], library: Path, target: Target) -> None:
-    """Copies program.json and the kernels' source files into the output directory of a build step. files: the
-    files to copy; library: a path in the output directory, of which only the directory is used; target:
-    unused."""
+    """Copies program.json and the kernels' source files into the output directory of a build step, each under
+    its path relative to program.json. files: paths of the files to copy; library: a path in the output
+    directory, of which only the directory is used; target: unused."""
     base = next(path.parent for path in files if path.name == PROGRAM)
     for path in files:
         destination = library.parent / path.relative_to(base)

@@ -1,4 +1,6 @@
-"""Runs as the child process in which TVM lowers the kernels of a GPU program."""
+"""Runs as the child process in which TVM lowers the kernels of a GPU program, so that a crash of TVM fails
+one build step only. Request and results are files in the directory named by the process's first argument.
+"""
 
 from __future__ import annotations
 

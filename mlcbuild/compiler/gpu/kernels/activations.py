@@ -46,7 +46,8 @@ def activated(activation: Activation, value: Value, scalars: Vector | None = Non
 def gated(gate: Gate, left: Value, right: Value) -> Value:
     """Returns the expression by which a gated feed-forward combines one gate (`left`) and one up (`right`):
     activation(gate) * up, or the clamped gate of gpt-oss, g * sigmoid(alpha * g) * (u + 1) with g = min(gate,
-    limit) and u = up limited to -limit .. limit.
+    limit) and u = up limited to -limit .. limit. gate: name of the activation, or the Clamp with alpha and
+    limit.
     """
     if not isinstance(gate, Clamp):
         return activated(gate, left) * right
@@ -67,8 +68,8 @@ def capped(value: Value, cap: float) -> Value:
 
 
 def _erf(value: Value) -> Value:
-    """Returns the error function with an absolute error of 1.5e-7: Abramowitz and Stegun, Handbook of
-    Mathematical Functions, 7.1.26.
+    """Returns an expression of the error function of one float32 number, with an absolute error of 1.5e-7:
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
     """
     size = bind(T.max(value, -value))
     t = bind(number(1) / (number(1) + exact(0.3275911) * size))
@@ -87,6 +88,6 @@ def _xielu(value: Value, scalars: Vector) -> Value:
 
 
 def _softplus(value: Value) -> Value:
-    """Returns log(1 + exp(value)) in a form that does not overflow."""
+    """Returns an expression of log(1 + exp(value)) in a form that does not overflow."""
     size = bind(T.max(value, -value))
     return T.max(value, number(0)) + T.log(number(1) + T.exp(-size))

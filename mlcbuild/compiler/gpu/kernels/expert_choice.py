@@ -38,10 +38,10 @@ _SORTERS = 256
 
 
 def route(name: str, spec: Experts) -> KernelBuilder:
-    """Returns the kernel that chooses experts from the router's logits float32 [n, experts]. It writes their
-    numbers to `routes` int32 [n, chosen], the best first, and their weights to `shares` float32 [n, chosen]
-    in the same order. A buffer `correction` float32 [experts], if the router has one, is added to scores for
-    the choice only.
+    """Returns the kernel that chooses experts from the router's `logits` float32 [n, experts]. It writes
+    their numbers to `routes` int32 [n, chosen], the best first, and their weights to `shares` float32 [n,
+    chosen] in the same order. A buffer `correction` float32 [experts], if the router has one, is added to
+    scores for the choice only.
     """
     with kernel(name) as k:
         n = k.size("n")
@@ -58,8 +58,9 @@ def route(name: str, spec: Experts) -> KernelBuilder:
 
 
 class _Choice:
-    """Emits code that chooses the experts of one row: it writes the experts' numbers and their weights to two
-    buffers. All threads of a workgroup compute it together."""
+    """Emits code that chooses the experts of one row from the router's logits, by their scores or by the
+    sparsemixer rule, and writes the experts' numbers to `routes` int32 [n, chosen] and their weights to
+    `shares` float32 [n, chosen]. All threads of a workgroup compute it together."""
 
     def __init__(
         self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
@@ -140,8 +141,8 @@ class _Choice:
         barrier()
 
     def _rank(self, values: Value, index: Value, count: int) -> Value:
-        """Emits the computation of the rank of value `index` among `count` values, and returns it: the number
-        of larger values and of equal ones with a lower index.
+        """Emits the computation of the rank of element `index` of the array `values`, which has `count`
+        elements, and returns it: the number of larger elements and of equal ones with a lower index.
         """
         value_here, rank = bind(values[index]), local(1, "int32")
         put(rank, T.int32(0), 0)
@@ -153,9 +154,9 @@ class _Choice:
         return bind(rank[0])
 
     def _of_best_groups(self) -> Value:
-        """Emits the choice of the best groups of experts, and returns a shared array of scores in which the
-        experts of all other groups have the score -1e30. A group's score is the largest of its experts' or
-        the sum of the two largest, as the router defines.
+        """Emits the choice of the router's `groups_kept` best groups of experts, and returns an array in
+        shared memory of all experts' scores, in which those of all other groups are -1e30. A group's score is
+        the largest of its experts' or the sum of the two largest, as the router defines.
         """
         router, tx = self._spec.router, self._tx
         size = self._spec.count // router.groups

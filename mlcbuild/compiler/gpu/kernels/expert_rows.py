@@ -69,7 +69,8 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
     row's i-th expert, whose bias is added to the product if `spec` has one. The sum is multiplied by the
     constant `spec.scale`, and added to y if `spec.residual` is True. x is float32 [n * chosen, inputs], y
     float32 [n, outputs]. The kernel reads the experts' numbers from `routes` int32 [n * chosen], and their
-    weights from `shares` float32 [n * chosen]; it leaves out experts whose matrices the launch does not bind.
+    weights from `shares` float32 [n * chosen]; it leaves out experts whose matrices the launch does not bind,
+    so of several launches for parts of a stack only the first may replace y.
     """
     with kernel(name) as k:
         shape = GemvShape.of(k, spec, 1)

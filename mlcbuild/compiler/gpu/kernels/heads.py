@@ -31,7 +31,8 @@ from mlcbuild.models.layers import HeadNorm, QueryScale
 @dataclass(frozen=True)
 class HeadsSpec:
     """The operations that a GPU kernel applies to the queries and keys of a layer after the qkv product and
-    before attention: norms, clipping and rotary embedding. Values are only clipped.
+    before attention: norms, clipping, rotary embedding, and a scale of queries by position. Values are only
+    clipped.
     """
 
     rope_dim: int = 0
@@ -71,10 +72,10 @@ def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
 def prepare_heads(
     name: str, cache: CacheSpec, spec: HeadsSpec, inputs: InputPlaces, part: Part
 ) -> KernelBuilder:
-    """Returns the kernel that normalizes, clips and rotates queries and keys, and clips values, each if
-    `spec` says so. It writes queries to `query` [n, heads * head_dim], and keys and values to the KV cache.
-    One workgroup computes one head of one row. part: "all" of these heads, only "queries", or only keys and
-    values ("cached")."""
+    """Returns the kernel that normalizes, clips and rotates queries and keys, clips values, and scales
+    queries by position, each if `spec` says so. It writes queries to `query` [n, heads * head_dim], and keys
+    and values to the KV cache. One workgroup computes one head of one row. part: "all" of these heads, only
+    "queries", or only keys and values ("cached")."""
     dim = cache.head_dim
     first, end = _range(cache, part)
     with kernel(name) as k:
@@ -214,7 +215,8 @@ class _Head:
     def _statistics(self, vector: Value) -> tuple[Value | None, Value]:
         """Emits code that computes the statistics by which a query or key is normalized, over one head or
         over all query or key heads of a token. Returns two expressions: the mean, or None if the norm does
-        not subtract it, and 1 / sqrt(mean square + eps)."""
+        not subtract it, and 1 / sqrt(mean square + eps), where the mean, if there is one, is subtracted from
+        the values before they are squared."""
         norm, cache, dim = self._spec.norm, self._cache, self._cache.head_dim
         assert norm is not None
         if self._spec.span != "heads":

@@ -57,8 +57,8 @@ class LatentSpec:
 
     def rotated(self, table: Value, position: Value, read: Callable[[Value], Value], index: Value) -> Value:
         """Returns element `index` of the rotated part of a query or key, after rotary embedding. Pairs are
-        (i, i + rope_dim / 2). table: for each position the cosines, then the sines; read: function from an
-        index to the element before rotation.
+        (i, i + rope_dim / 2). table: buffer whose row `position` holds the cosines, then the sines; read:
+        function from an index in the rotated part to the element before rotation.
         """
         half = self.rope_dim // 2
         pair = bind(index % half)
@@ -69,9 +69,10 @@ class LatentSpec:
 
 
 def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that splits the query of each head: it copies the unrotated part to `plain` [n *
-    heads, head_dim], and rotates the other part and writes it to the last rope_dim columns of each head in
-    `query` [n, heads * (latent + rope_dim)].
+    """Returns the kernel that splits the query of each head in `queries` [n, heads * (head_dim + rope_dim)]:
+    it copies the first head_dim values, which are not rotated, to `plain` [n * heads, head_dim], and rotates
+    the others and writes them to the last rope_dim columns of each head in `query` [n, heads * (latent +
+    rope_dim)]. The first `latent` columns of each head there stay unchanged.
     """
     with kernel(name) as k:
         n = k.size("n")

@@ -252,7 +252,8 @@ class _Line:
 
     def maximum(self) -> Value:
         """Emits code with which all threads of a workgroup search a row of logits for the largest, and
-        returns this logit as a float32 expression."""
+        returns this logit as a float32 expression. NaN counts as larger than all numbers or, with sign bit 1,
+        as smaller."""
         put(self.thread_count, T.int32(_SMALLEST), 0)
         self.each(lambda _, bits: put(self.thread_count, T.max(self.thread_count[0], key(bits)), 0))
         put(self.counts, self.thread_count[0], self.tx)
@@ -287,9 +288,10 @@ class _Line:
 
     def gather(self, top: Value, low: Value) -> None:
         """Emits code that writes up to 64 logits of a row to the row of `top`, from column 2 on, each as
-        (bits of the logit, token): first those above the threshold `low`, then those equal to it, unordered,
-        until there are 64. low: array of one int32 that `find_threshold` has filled, so that fewer than 64
-        logits are above it; it is compared with the keys of logits, integers that have the order of logits.
+        (bits of the logit, token): first those above the threshold `low`, then those equal to it until there
+        are 64; neither group is sorted. Columns that are not filled stay unchanged. low: array of one int32
+        that `find_threshold` has filled, so that fewer than 64 logits are above it; it is compared with the
+        keys of logits, integers that have the order of logits.
         """
         thread_count, at = local(1, "int32"), local(1, "int32")
         start = T.int32(0)
@@ -340,8 +342,9 @@ def advance(name: str, rows: int, steps: int, inputs: InputPlaces) -> KernelBuil
     """Returns the kernel that ends a step of a decode loop. It writes the sampled token of each sequence to
     the next row of `history` int32 [steps, rows], makes these tokens, their positions and their slots (places
     in the KV cache) the inputs of the next step, and adds 1 to the number of completed steps among the
-    inputs. An invalid token becomes 0 as an input. rows: maximum number of sequences in a step; steps:
-    maximum number of steps of the loop; inputs: offsets of the inputs in their buffer."""
+    inputs. An invalid token (-1) stays -1 in `history`, but becomes 0 as an input. rows: maximum number of
+    sequences in a step; steps: maximum number of steps of the loop; inputs: offsets of the inputs in their
+    buffer."""
     with kernel(name) as k:
         n = k.size("n")
         block, sampled = inputs.declare(k), k.buffer("sampled", (n,), "int32")

@@ -96,7 +96,7 @@ class NormVectors:
 
 def inverse_root(total: Value, share: Value, eps: float) -> Value:
     """Returns 1 / sqrt(total * share + eps), the factor by which a norm scales a row. total: the row's sum of
-    squares; share: 1 / number of its values.
+    squares, after subtraction of the mean if the norm subtracts it; share: 1 / number of its values.
     """
     return bind(number(1) / T.sqrt(total * share + exact(eps)))
 
@@ -166,8 +166,8 @@ def row_sum(
     k: KernelBuilder, sums: Value, tx: Value, columns: Value | int, value: Callable[[Value], Value]
 ) -> Value:
     """Emits the sum of value(column) over the columns of a row, which all threads of a workgroup compute
-    together, and returns it. The kernel needs a barrier before `sums` is written again. sums: array in shared
-    memory with one number per thread; tx: index of the thread.
+    together, and returns it. The kernel needs a barrier between two uses of the same `sums`. sums: array in
+    shared memory with one number per thread; tx: index of the thread.
     """
     partial = local(1)
     put(partial, number(0), 0)

@@ -14,8 +14,8 @@ from mlcbuild.compiler.gpu.tensorir import Value, bind, either, exact, floating,
 from mlcbuild.quant.groups import GROUP
 
 _SMALLEST = 1e-30
-"""Limit up to which 32 activations count as zeros: the largest absolute value among them is compared with it.
-Otherwise 127 / max |x|, by which they are multiplied when they are rounded to int8, might be infinite."""
+"""A group of 32 activations is rounded to zeros if its largest absolute value is at most this. Otherwise 127
+/ max |x|, by which activations are multiplied when they are rounded to int8, might be infinite."""
 _ONES, _LOW_CODES, _SIGNS = T.uint32(0x01010101), T.uint32(0x0F0F0F0F), T.uint32(0x80808080)
 
 

@@ -26,7 +26,7 @@ from mlcbuild.compiler.gpu.tensorir import (
 @dataclass(frozen=True)
 class CacheSpec:
     """The KV cache of one layer on a GPU: [pages][keys, values][KV heads][16 tokens][head_dim], float32 or
-    pairs of float16."""
+    pairs of float16. With latent attention a page holds keys only, which contain the values."""
 
     heads: int
     kv_heads: int
@@ -132,8 +132,8 @@ class InputPlaces:
 
 def fork(name: str, spec: CacheSpec, inputs: InputPlaces) -> KernelBuilder:
     """Returns the kernel that copies the first tokens of pages of the KV cache to other pages, as the forks
-    (source page, destination page, tokens) among the inputs list them. A thread copies the same word of a
-    page for all forks, in their order, so a fork may read what an earlier one wrote."""
+    (source page, destination page, number of tokens) among the inputs list them. A thread copies the same
+    word of a page for all forks, in their order, so a fork may read what an earlier one wrote."""
     with kernel(name) as k:
         block, pages = inputs.declare(k), spec.declare(k)
         count = k.scalar("count")

@@ -65,7 +65,8 @@ class AttentionSpec:
 
     @property
     def heads_at_once(self) -> int:
-        """Returns the number of query heads that one workgroup computes in decoding."""
+        """Returns the maximum number of query heads, all with the same KV head, that one workgroup computes
+        in decoding, 1 to 16."""
         return max(1, min(self.group, _QUERY_FLOATS // self.cache.head_dim, 16))
 
     @property
@@ -107,7 +108,7 @@ class AttentionSpec:
 
 
 def _bfloat16(value: Value) -> Value:
-    """Returns a number rounded to bfloat16, ties to even."""
+    """Returns an expression of a float32 number rounded to bfloat16, ties to even, again as float32."""
     bits = bind(T.reinterpret("uint32", bind(value)))
     odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
     rounded = bits + T.uint32(0x7FFF) + odd
@@ -161,8 +162,8 @@ def attend(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder
 
 @dataclass(frozen=True)
 class _HeadGroup:
-    """Emits attention of the query heads of one workgroup, which share a KV head, and holds the arrays of
-    their queries, scores and partial sums.
+    """Emits decoding attention of the query heads of one workgroup, which share a KV head, and holds the
+    arrays of their queries, scores and partial sums.
     """
 
     k: KernelBuilder

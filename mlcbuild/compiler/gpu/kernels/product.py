@@ -192,12 +192,13 @@ class GemvShape:
 
     @property
     def groups(self) -> int:
-        """Returns the number of groups of 32 columns in the weight matrix W."""
+        """Returns the number of groups of 32 columns in the weight matrix W; the last may be incomplete."""
         return -(-self.spec.inputs // GROUP)
 
     @property
     def lanes(self) -> int:
-        """Returns the number of lanes (threads) that share a row of W."""
+        """Returns the number of lanes (threads) that share a row of W: the largest power of two up to 64 and
+        up to the number of groups of 32 columns."""
         lanes = 1
         while lanes * 2 <= min(WORKGROUP, self.groups):
             lanes *= 2
@@ -206,8 +207,9 @@ class GemvShape:
     @property
     def each(self) -> int:
         """Returns the number of columns of the result that one GPU thread computes in a matrix-vector
-        product, 2 or 4. With several columns, several loads of weights are in flight, which hides the latency
-        of memory; the sums of more columns would not fit into registers."""
+        product: 2 with a gate or for more than two rows of x, else 4. With several columns, several loads of
+        weights are in flight, which hides the latency of memory; the sums of more columns would not fit into
+        registers."""
         return 2 if self.count > 2 or self.spec.gate else 4
 
     @property
@@ -254,8 +256,8 @@ class GemvShape:
 
 
 def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
-    """Returns the kernel y = x W^T for few rows x, with the operations that `spec` fuses with the product. A
-    workgroup multiplies up to `rows` rows."""
+    """Returns the kernel y = x W^T for few rows x, with the operations that `spec` fuses with the product. W
+    is stored in the format `spec.form`; a workgroup multiplies up to `rows` rows of x."""
     with kernel(name) as k:
         shape, n = GemvShape.of(k, spec, rows), k.size("n")
         x = RowsOf.declare(k, "x", n, spec.inputs)
@@ -375,5 +377,5 @@ def finish(
 def rows_per_workgroup(largest: int) -> list[int]:
     """Returns the numbers of rows of x per workgroup, in ascending order, for which separate kernels of
     matrix-vector products (GEMVs) are built: 1, 2, 4 and 8, up to the first that is at least `largest`, the
-    maximum number of rows in a call."""
+    maximum number of rows in a call; all four if `largest` is more than 8."""
     return [rows for rows in (1, 2, 4, 8) if rows == 1 or rows < 2 * largest]
