@@ -28,8 +28,9 @@ class LibraryMemory:
     """Bytes of the KV cache for max_batch sequences of context_window tokens each."""
     workspace: int
     """Maximum number of bytes that the library's calls allocate in addition to weights and KV cache: the
-    buffers between kernels, with logits for at most max_batch rows, and the scratch buffers of kernels on one
-    thread. The memory is allocated once and kept. For a GPU program, the bytes of all other buffers."""
+    buffers between kernels, with logits for at most max_batch rows, and the scratch buffers that a kernel
+    needs on one thread; those of further threads are not counted. The memory is allocated once and kept. For
+    a GPU program, the bytes of all other buffers."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class LibraryCode:
     """
 
     format: str
-    """Name and version of the format of library.json, which differs between libraries for CPUs and GPU
-    programs.
-    """
+    """Name and version of the format of library.json in one string, such as "mlcbuild-library/2" for CPUs and
+    "mlcbuild-program/2" for GPU programs."""
     params: Sequence[Tensor]
-    """The parameter tensors that the compiled library takes, in the order of its arguments."""
+    """The parameter tensors that the compiled library takes, as (name, shape, dtype, layout), in the order of
+    its arguments."""
     tools: Mapping[str, str]
     """Name -> version of each program that produced the compiled code, such as apache-tvm and llvm."""
     memory: LibraryMemory

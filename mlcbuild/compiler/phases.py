@@ -41,7 +41,8 @@ PLAN: Phases = (
     ("call kernels with their outputs", R.CallTIRRewrite),
     ("plan memory", R.StaticPlanBlockMemory),
 )
-"""The compiler passes up to memory planning. After them the memory that a library needs is known."""
+"""The compiler passes up to memory planning, which is the last. After them the memory that a library needs is
+known."""
 
 LOWER: Phases = (
     ("allocate tensors in storage", R.LowerAllocTensor),
@@ -53,7 +54,8 @@ LOWER: Phases = (
     ("trust callers", lambda: trusted_calls),
     ("name functions", R.AttachGlobalSymbol),
 )
-"""The compiler passes from memory planning to the bytecode of TVM's virtual machine."""
+"""The compiler passes after memory planning, up to the input of the code generator for TVM's virtual machine.
+"""
 
 
 def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModule:
@@ -93,8 +95,9 @@ def _check_each(mod: IRModule, phases: Phases) -> None:
 def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kernels: Phases) -> list[Path]:
     """Compiles a lowered module to object files in `directory`, the kernels' machine code and the program of
     TVM's virtual machine, and returns their paths. The module must have a kernel, and the directory must
-    exist. mark: callback that receives "generate machine code"; kernels: the compiler passes for kernels.
-    Reports progress in functions; TVM's exceptions pass unchanged."""
+    exist. mark: callback that receives "generate machine code"; kernels: the compiler passes for kernels. The
+    number of compiled kernels is reported through mlcbuild.progress, with the unit "functions"; TVM's
+    exceptions pass unchanged."""
     mark("generate machine code")
     pipeline = kernel_pipeline(kernels)
     first, last = _groups(mod)
@@ -119,7 +122,8 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
 
 def _groups(mod: IRModule) -> tuple[list[list[GlobalVar]], list[GlobalVar]]:
     """Returns the GlobalVars of a module's kernels in alphabetical order, as (groups of KERNELS_PER_OBJECT
-    kernels each, the remaining 1 to KERNELS_PER_OBJECT kernels). The module must have a kernel."""
+    kernels each, the remaining 1 to KERNELS_PER_OBJECT kernels, which are compiled together with the program
+    of TVM's virtual machine). The module must have a kernel."""
     names = [name for name, function in mod.functions.items() if isinstance(function, tirx.PrimFunc)]
     names.sort(key=lambda name: str(name.name_hint))
     groups = [names[start : start + KERNELS_PER_OBJECT] for start in range(0, len(names), KERNELS_PER_OBJECT)]
@@ -127,7 +131,8 @@ def _groups(mod: IRModule) -> tuple[list[list[GlobalVar]], list[GlobalVar]]:
 
 
 def _only(mod: IRModule, names: Sequence[GlobalVar]) -> IRModule:
-    """Returns a TVM module with only the functions `names` and the attributes of the module `mod`."""
+    """Returns a TVM module with only those functions of `mod` whose GlobalVars are in `names`, and with the
+    attributes of `mod`."""
     return IRModule({name: mod[name] for name in names}, attrs=mod.attrs)
 
 

@@ -30,8 +30,8 @@ class GpuDecoder:
 
     def emit(self) -> Program:
         """Builds and returns the GPU program of the model. Afterwards self.build.emitter holds the source
-        texts of its kernels. Raises CompileError if a kernel cannot be compiled.
-        """
+        texts of its kernels. Raises CompileError if a kernel does not use one of its buffers or has a scalar
+        with a reserved name; TVM's exceptions pass unchanged."""
         build = self.build
         calls, emitter, config = build.calls, build.emitter, build.config
         self._buffers()
@@ -65,9 +65,8 @@ class GpuDecoder:
 
     @cached_property
     def _ropes(self) -> tuple[int, ...]:
-        """Returns, in ascending order, the indices of those of the model's rotary embeddings that a layer
-        uses.
-        """
+        """Returns, in ascending order, the indices of the model's rotary embeddings that at least one layer
+        uses."""
         used = {layer.mixer.rope for layer in self.build.config.layers}
         return tuple(index for index in range(len(self.build.config.ropes)) if index in used)
 

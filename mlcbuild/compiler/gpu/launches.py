@@ -55,10 +55,11 @@ class LaunchBuilder:
     def launch(
         self, make: Make, arguments: tuple[object, ...], scalars: Mapping[str, Expression], buffers: Buffers
     ) -> Launch:
-        """Returns a launch of the GPU kernel that `make(name, *arguments)` builds. scalars: name in the
-        kernel -> value; buffers: name in the kernel -> name of a buffer of the program, or BoundBuffer for a
-        part of one. Raises CompileError if the kernel cannot be compiled, if it has a scalar that is not
-        passed, or if it has other buffers than those passed."""
+        """Returns a launch of the GPU kernel that `make(name, *arguments)` builds; equal arguments share one
+        kernel. scalars: name in the kernel -> value, where names that the kernel lacks are ignored; buffers:
+        name in the kernel -> name of a buffer of the program, or BoundBuffer for a part of one. Raises
+        CompileError if the kernel does not use one of its buffers, if it has a scalar that is not passed, or
+        if it has other buffers than those passed; TVM's exceptions pass unchanged."""
         return self.emitter.launch(self.emitter.kernel(make, *arguments), scalars, buffers)
 
     def is_half(self, name: str) -> bool:
@@ -67,8 +68,8 @@ class LaunchBuilder:
 
     def norm(self, name: str, spec: Norm, columns: int) -> NormSpec:
         """Returns a NormSpec, from which GPU kernels of a norm are built, for rows with `columns` values.
-        name: prefix of the names of the norm's parameters, to which .weight and .bias are added.
-        """
+        name: prefix of the names of the norm's parameters, to which .weight and .bias are added; spec: the
+        model's description of the norm, an RMSNorm or a LayerNorm, which may lack weight or bias."""
         weight = f"{name}.weight"
         return NormSpec(columns, spec, weight in self.params and self.is_half(weight))
 
@@ -87,9 +88,8 @@ class LaunchBuilder:
 
     def matrix(self, name: str, first: int = 0) -> dict[str, BoundBuffer]:
         """Returns the buffers by which a kernel reads the matrix `name` from row `first` on: buffer name in
-        the kernel, "w" for weights or "s" for their scales -> BoundBuffer (name of the stored tensor, offset
-        in bytes).
-        """
+        the kernel, "w" for weights and, only if they are quantized, "s" for their scales -> BoundBuffer (name
+        of the stored tensor, offset in bytes)."""
         rows = self.rows(name)
         stored = quant.stored(self.params[name], self.scheme)
         return {
@@ -113,9 +113,8 @@ class LaunchBuilder:
 
     def parts(self, name: str) -> list[tuple[int, int]]:
         """Returns (first row, number of rows) of each part of the matrix `name` that kernels bind separately;
-        there is one part unless the matrix is larger than a device can bind. Parts begin at multiples of 128
-        rows.
-        """
+        there is one part unless a stored tensor of the matrix has more than `binding_bytes`. Parts begin at
+        multiples of 128 rows."""
         rows = self.rows(name)
         row = max(self.row_bytes(name))
         if rows * row <= self.binding_bytes:
@@ -145,11 +144,11 @@ class LaunchBuilder:
     def multiply(
         self, name: str, spec: ProductSpec, rows: int | None, buffers: Buffers, size: Expression = "n"
     ) -> Launch:
-        """Returns the Launch of a kernel that computes y = x W^T with the matrix `name`. spec: operations
-        fused with the product; rows: rows of x per workgroup for a matrix-vector kernel (GEMV), or None for a
-        GEMM; size: number of rows of x; buffers: name in the kernel -> buffer of the program, for x, y and
-        the buffers of fused operations.
-        """
+        """Returns the Launch of a kernel that computes y = x W^T with the matrix `name`, or with a part of it
+        that begins at row spec.first. spec: operations fused with the product; rows: rows of x per workgroup
+        for a matrix-vector kernel (GEMV), or None for a GEMM; size: number of rows of x; buffers: name in the
+        kernel -> buffer of the program, for x, y and fused operations; the method binds W, its bias and
+        the parameters of xIELU."""
         bound: dict[str, str | BoundBuffer] = {**self.matrix(name, spec.first), **buffers}
         if spec.half_bias is not None:
             bound.setdefault("bias", bias_of(name))
@@ -162,8 +161,8 @@ class LaunchBuilder:
     def normed(self, norm_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
         """Returns the kernel launch that writes the norm of the residual stream `x` to the buffer `normed`
         for prompts (rows is None), as a list. It is [] for a layer without norms before attention and
-        feed-forward, and for decoding, where the matrix products that read x normalize it.
-        """
+        feed-forward, and for decoding, where the matrix products that read x normalize it. norm_name: prefix
+        of the names of the norm's parameters."""
         if rows is not None or layer.norms.before is None:
             return []
         before = self.norm(norm_name, layer.norms.before, self.config.hidden_size)
@@ -193,9 +192,9 @@ class LaunchBuilder:
         if possible, and `self.stream` records the buffer that then holds x.
 
         name: name of the matrix W; norm_name: prefix of the names of the norm's parameters; rows: rows of x
-        per workgroup in decoding; None: launches for prompts, which read norm(x) from the buffer `normed`;
-        options: further fields of the ProductSpec, the description of the product.
-        """
+        per workgroup in decoding; None: launches for prompts, which read norm(x) from the buffer `normed`, to
+        which a launch of the method `normed` must have written it, or x itself if the layer has no norm
+        there; options: further fields of the ProductSpec, the description of the product."""
         _, norm, _ = self.normed_source(norm_name, layer, rows)
         spec, first = self.product(name, norm=norm, **options), list[Launch]()
         pending, added = self.stream.pending if rows is not None else None, dict[str, str | BoundBuffer]()
@@ -229,10 +228,10 @@ class LaunchBuilder:
 
     def add_normed(self, post_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
         """Returns a list with the launch for x += scale * norm(delta), which adds the rows that attention or
-        feed-forward left in the buffer `delta` to the residual stream x. rows: rows of x per workgroup; None
-        for prompts. In decoding, the list is empty for a layer whose feed-forward follows its attention: the
-        next matrix product performs the addition, which self.stream.pending records.
-        """
+        feed-forward left in the buffer `delta` to the residual stream x. post_name: prefix of the norm's
+        parameter names; rows: rows of x per workgroup; None for prompts. In decoding, the list is empty for a
+        layer whose feed-forward runs after its attention, not parallel to it: the next matrix product
+        performs the addition, which self.stream.pending records."""
         assert layer.norms.after is not None
         after = self.norm(post_name, layer.norms.after, self.config.hidden_size)
         pending = PendingSum(post_name, after, layer.residual_scale)
@@ -245,8 +244,9 @@ class LaunchBuilder:
 
     def settle(self) -> list[Launch]:
         """Returns the launches that perform a postponed addition, scale * norm(delta), to the residual
-        stream, if one is recorded, and that leave the stream in the buffer `x`; [] if nothing is to be done.
-        `self.stream` records at once that this is so."""
+        stream, if one is recorded, and that leave the stream in the buffer `x`, with a copy if it is in the
+        other buffer; [] if no addition is recorded and the stream is in `x` already. The call itself sets
+        `self.stream` to the buffer `x` without a postponed addition."""
         source, pending = self.stream.buffer, self.stream.pending
         self.stream.buffer, self.stream.pending = "x", None
         if pending is not None:

@@ -74,10 +74,9 @@ def _feed_forward(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int 
 def _dense(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> list[Launch]:
-    """Returns the kernel launches of a dense feed-forward up to its hidden units, act(gate) * up or act(up).
-    base: prefix of its parameters' names; norm_name: name of the norm before it; rows: rows of x per
-    workgroup, None for prompts.
-    """
+    """Returns the kernel launches of a dense feed-forward up to its hidden units, act(gate) * up or act(up),
+    in the buffer `gated`. base: prefix of its parameters' names; norm_name: name of the norm before it; rows:
+    rows of x per workgroup, None for prompts."""
     block = layer.feed_forward
     assert isinstance(block, Dense), "support.py refuses others"
     if not block.gated:

@@ -25,9 +25,9 @@ def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]
     """Compiles a model for a GPU, writes program.json, kernels and library.json into `directory`, and returns
     the paths of program.json and the kernels. data: a CompileRequest (model, scheme, target, limits) as JSON;
     mark: callback that receives the name of each phase. Raises CompileError if the model has blocks without
-    GPU kernels, if the KV cache is to be stored as int8, if a device with only WebGPU's guaranteed limits
-    could not run the program, or if a kernel cannot be compiled, and SetupError if the installed TVM has
-    another version of LLVM than cache keys assume."""
+    GPU kernels, if the KV cache is to be stored as int8, or if a device with only WebGPU's guaranteed limits
+    could not run the program, and SetupError if the installed TVM has another version of LLVM than cache keys
+    assume; TVM's exceptions pass unchanged."""
     versions.check()
     request = CompileRequest.from_json(data)
     faults = unsupported(request.config)
@@ -51,9 +51,9 @@ def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]
 
 
 def check_guaranteed(program: Program, limits: Limits) -> None:
-    """Raises CompileError unless every device with WebGPU's guaranteed limits can run the program with a KV
-    cache for one sequence.
-    """
+    """Raises CompileError if a GPU program exceeds WebGPU's guaranteed limits, such as the bytes of one
+    buffer or the storage buffers of a kernel, with a KV cache for one sequence of context_window tokens. The
+    total memory is not checked."""
     try:
         check(program_json.parse(program_json.to_json(program)), min(limits.pages, limits.sequence_pages))
     except FieldError as error:
@@ -64,8 +64,8 @@ def check_guaranteed(program: Program, limits: Limits) -> None:
 
 
 def memory(program: Program, limits: Limits) -> LibraryMemory:
-    """Returns the memory that a GPU program needs on a device, in bytes: weights, KV cache (and one page of
-    it), and all other buffers."""
+    """Returns a LibraryMemory, the bytes that a GPU program needs on a device: weights, KV cache for
+    max_batch sequences of context_window tokens, one page of it, and all other buffers."""
     buffers = program.buffer_bytes(limits.pages)
     cache = sum(buffers[name] for name, buffer in program.buffers.items() if buffer.kind == "cache")
     return LibraryMemory(

@@ -22,12 +22,11 @@ _COMBINE: Mapping[Operation, Callable[[Value, Value], Value]] = {
 def reduced(
     k: KernelBuilder, values: Sequence[Value], scratch: Sequence[Value], at: tuple[Value, int], how: Operation
 ) -> list[Value]:
-    """Emits the sum or maximum (`how`) of each of several values over every run of consecutive threads in a
-    workgroup, and returns the results, which all threads of a run have. values: one float32 number of each
-    thread; scratch: an array in shared memory for each value, with one number per thread; at: (index of the
-    thread, number of threads in a run, a power of two). Before `scratch` is written again, the kernel needs a
-    barrier.
-    """
+    """Emits the sum ("add") or maximum ("max"), as `how` chooses, of each of several values over every run of
+    consecutive threads in a workgroup, and returns the results, which all threads of a run have. values: one
+    float32 number of each thread; scratch: an array in shared memory for each value, with one number per
+    thread; at: (index of the thread, number of threads in a run, a power of two). Before `scratch` is written
+    again, the kernel needs a barrier."""
     thread, count = at
     if count == 1:
         return [bind(value) for value in values]
@@ -49,13 +48,14 @@ def reduced(
 def _by_subgroups(
     values: Sequence[Value], scratch: Sequence[Value], at: tuple[Value, int], how: Operation
 ) -> list[Value]:
-    """Emits the sum or maximum (`how`) of each of several values over runs of consecutive threads, on devices
-    with subgroups of any size, and returns the results. Threads first exchange values within their subgroup;
-    if a run has several subgroups, their results are then combined through shared memory.
+    """Emits the sum ("add") or maximum ("max"), as `how` chooses, of each of several values over runs of
+    consecutive threads, on devices with subgroups of any size, and returns the results, which all threads of
+    a run have. Threads first exchange values within their subgroup; if a run has several subgroups, their
+    results are then combined through shared memory.
 
-    values: one float32 number of each thread; scratch: an array in shared memory for each value; at: (index
-    of the thread, number of threads in a run, a power of two).
-    """
+    values: one float32 number of each thread; scratch: an array in shared memory for each value, with one
+    number per thread; at: (index of the thread, number of threads in a run, a power of two). Before `scratch`
+    is written again, the kernel needs a barrier."""
     thread, count = at
     for buffer, value in zip(scratch, values, strict=True):
         exchanged, step = value, 1

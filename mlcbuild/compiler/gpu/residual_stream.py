@@ -25,12 +25,12 @@ class PendingSum:
     """A sum, scale * norm(delta) of the buffer `delta`, that is still to be added to the residual stream."""
 
     name: str
-    """Prefix of the names of the norm's parameters, such as layers.0.attn_post_norm."""
+    """Prefix of the names of the parameters of a norm after attention or feed-forward, such as
+    layers.0.attn_post_norm."""
     norm: NormSpec
     scale: float
-    """Constant by which the norm of each row of the output of attention or feed-forward, in the buffer
-    `delta`, is multiplied before it is added to the residual stream.
-    """
+    """Factor by which each normalized row of the buffer `delta`, the output of attention or feed-forward, is
+    multiplied before it is added to the residual stream."""
 
 
 @dataclass

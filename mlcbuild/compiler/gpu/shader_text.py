@@ -62,9 +62,8 @@ class Dialect:
     ending: str
     """Suffix of the names of kernel files in a GPU language, without the dot, such as wgsl."""
     prelude: str
-    """Source text of functions that TVM's code generators lack and that need no optional feature of
-    a device.
-    """
+    """Source text, in the kernel language, of functions that TVM's code generators lack and that need no
+    optional feature of a device. A kernel's text includes it if it calls one of them."""
     prelude_last: bool
     """True if the source text `prelude` must follow a kernel's source text, False if it precedes it."""
 
@@ -91,10 +90,11 @@ return max(value, subgroupShuffleXor(value, select(0u, step, step < lanes)));
 fn lane_runs(lanes : u32, count : u32) -> i32 { return i32(max(count / lanes, 1u)); }
 fn lane_stride(lanes : u32, count : u32) -> i32 { return i32(min(lanes, count)); }
 """
-"""Source text of WGSL functions that compute sums and maxima over the threads of a subgroup, and the numbers
-by which those of several subgroups are combined. Their parameters: lanes is the number of threads in a
-subgroup; step is the distance between the two threads that exchange values, which do so only within a
-subgroup."""
+"""Source text of WGSL functions for sums and maxima over runs of `count` consecutive threads. lanes_add and
+lanes_max combine the values of two threads of a subgroup that are `step` apart; if `step` is not below
+`lanes`, the number of threads in a subgroup, they return `value` unchanged. lane_runs returns how many
+subgroups a run has, whose results the kernel combines, and lane_stride how many threads apart these results
+are."""
 _PACKED = """
 fn packed(a : f32, b : f32, c : f32, d : f32) -> u32 {
 return pack4xI8(vec4<i32>(round(vec4<f32>(a, b, c, d))));
@@ -137,8 +137,8 @@ _RESERVED = frozenset(
 
 def lower(builder: KernelBuilder, dialect: Dialect = WGSL) -> tuple[Shader, str]:
     """Translates a finished kernel and returns (its Shader, the description in the GPU program; its source
-    text). Raises CompileError if a scalar has a reserved name, or a buffer is not used.
-    """
+    text). Raises CompileError if a scalar has a name that WGSL reserves, or a buffer is not used; TVM's
+    exceptions pass unchanged."""
     reserved = _RESERVED.intersection(builder.scalars)
     if reserved:
         raise CompileError(f"kernel {builder.name}: '{sorted(reserved)[0]}' is a reserved word of WGSL")

@@ -38,8 +38,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "LayerNorm": ("eps", "offset", "weight", "bias"),
 }
 """Name of a class in mlcbuild.models -> names of its fields that GPU kernels support. All other fields must
-have their default value.
-"""
+have their default value, and models with other classes of blocks are not supported."""
 _MAX_HEAD_DIM = 256
 
 

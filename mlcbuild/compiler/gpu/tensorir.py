@@ -1,9 +1,9 @@
 """Emits the building blocks of GPU kernels in TensorIR: explicit threads, buffers, barriers.
 
 The functions avoid traps of TVM 0.27: shared memory must be allocated inside the launch, or it becomes a
-storage buffer; one condition may hold one statement that touches shared memory, and no loop; constants are
-printed with 7 digits, so `exact` passes them as bits; only scalars may be passed to functions of a prelude.
-"""
+storage buffer; the body of a condition may hold one statement that touches shared memory, but no loop that
+does; constants are printed with 7 digits, so `exact` passes them as bits; only scalars may be passed to
+helper functions that are added to a kernel's source text (shader_text.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKGROUP = 64
 """Number of threads in a workgroup of most kernels: two warps of NVIDIA's, one wave of AMD's."""
 ITEM_BYTES = {"float32": 4, "int32": 4, "uint32": 4, "float16": 2}
 LOWEST = -1e30
-"""Value that stands for minus infinity in softmax, because WGSL has no literal for it."""
+"""Finite number (-1e30) that stands for minus infinity in softmax, because WGSL has no literal for it."""
 
 
 @dataclass
@@ -54,8 +54,8 @@ class KernelBuilder:
 
     def uses(self, feature: str) -> bool:
         """Returns True if the kernel under construction may use the optional GPU device feature `feature`,
-        such as subgroups. The name is also added to the set `optional`, which records for which features it
-        is worth building the kernel once more."""
+        such as subgroups. In either case the name is added to the set `optional`, which records for which
+        features it is worth building the kernel once more."""
         self.optional.add(feature)
         return feature in self.features
 
@@ -77,9 +77,8 @@ class KernelBuilder:
         return self._sizes[name]
 
     def buffer(self, name: str, shape: Sequence[int | Var], dtype: str = "float32") -> Value:
-        """Declares and returns a storage buffer of the kernel, an argument `name` of the given shape; dtype
-        may be a vector such as float32x4.
-        """
+        """Declares and returns a storage buffer of the kernel, an argument `name` of the given shape. dtype:
+        type of one element, float32, int32, uint32 or float16, or a vector of several, such as float32x4."""
         buffer = T.match_buffer(T.arg(f"{name}_h", T.handle()), tuple(shape), dtype)
         IRBuilder.name(name, buffer)
         item, _, lanes = dtype.partition("x")
@@ -117,8 +116,7 @@ class KernelBuilder:
     def shared(self, count: int, dtype: str = "float32") -> Value:
         """Emits the allocation of an array of `count` elements in shared memory, which all threads of a
         workgroup access, and returns its TensorIR buffer. It must be called inside the context manager
-        `launch`, which begins the kernel's body.
-        """
+        `launch`, which begins the kernel's body; elsewhere the array would become a storage buffer."""
         self.shared_bytes += count * ITEM_BYTES[dtype]
         return T.alloc_buffer((count,), dtype, scope="shared")
 
@@ -128,8 +126,9 @@ _features: ContextVar[frozenset[str]] = ContextVar("features", default=frozenset
 
 @contextmanager
 def for_features(features: frozenset[str]) -> Iterator[None]:
-    """Allows GPU kernels that are built inside a `with` block to use the optional device features `features`;
-    outside of such a block kernels use none. It is a context manager."""
+    """Allows GPU kernels that are built inside a `with` block to use the optional device features `features`,
+    a set of names such as subgroups; outside of such a block kernels use none. It is a context manager; in
+    nested blocks only the innermost counts."""
     token = _features.set(features)
     try:
         yield
@@ -158,7 +157,7 @@ def product(left: Expression, right: Expression) -> Expression:
 
 
 def local(count: int, dtype: str = "float32") -> Value:
-    """Emits the allocation of an array in the registers of each thread, and returns it."""
+    """Emits the allocation of an array of `count` elements in each thread's registers, and returns it."""
     return T.alloc_buffer((count,), dtype, scope="local")
 
 
@@ -190,7 +189,8 @@ def number(value: float) -> Value:
 
 
 def exact(value: float) -> Value:
-    """Returns a float32 constant of any value. It is emitted by its bits, because TVM prints 7 digits."""
+    """Returns a float32 constant for any value, rounded to float32. It is emitted by its bits, because TVM
+    prints 7 digits."""
     return T.reinterpret("float32", T.uint32(struct.unpack("<I", struct.pack("<f", value))[0]))
 
 
@@ -211,22 +211,22 @@ def half(word: Value, upper: Value | bool) -> Value:
 
 
 def pack_halves(first: Value, second: Value) -> Value:
-    """Returns a uint32 with two numbers rounded to float16, the first in the low bits."""
+    """Returns a uint32 with two float32 numbers rounded to float16, the first in the low bits. Both must be
+    in the range of float16, since the result is undefined otherwise."""
     return T.call_pure_extern("uint32", "pack_halves", first, second)
 
 
 def either(condition: Value, value: Value, other: Value) -> Value:
-    """Returns the float32 `value` if the condition holds, else `other`, as an expression that computes both.
-    TVM writes a Select as a branch, and SwiftShader took minutes to compile the 16 branches of a prompt's
-    attention.
-    """
+    """Returns the float32 `value` if the condition holds, else `other`, as an expression that computes both
+    and then selects one, so a NaN in the one not selected has no effect. TVM writes a Select as a branch, and
+    SwiftShader took minutes to compile the 16 branches of a prompt's attention."""
     return T.call_pure_extern("float32", "either", condition, value, other)
 
 
 def strided(count: int, thread: Value, threads: int, body: Callable[[Value], None]) -> None:
     """Emits a loop over the indices 0 .. count - 1, divided among the threads of a workgroup. thread: index
-    of the running thread; threads: their number; body: emits the loop's body for an index.
-    """
+    of the running thread; threads: their number; body: emits the loop's body for an index, inside a condition
+    if `count` is no multiple of `threads`."""
     with T.serial(-(-count // threads)) as index:
         place = bind(index * threads + thread)
         if count % threads:
@@ -239,7 +239,7 @@ def strided(count: int, thread: Value, threads: int, body: Callable[[Value], Non
 def covering(count: int, thread: Value, threads: int, body: Callable[[Value], None]) -> None:
     """Emits a loop over the indices 0 .. count - 1, divided among the threads of a workgroup, without
     conditions, which TVM does not allow around loops over shared memory. Some threads repeat the last index,
-    so `body` must give the same result each time.
-    """
+    so `body`, which emits the loop's body for an index, must give the same result each time. thread: index of
+    the running thread; threads: their number."""
     with T.serial(-(-count // threads)) as index:
         body(bind(T.min(index * threads + thread, count - 1)))

@@ -77,8 +77,9 @@ def _reads_heap(value: Expr, checked: set[Var]) -> bool:
 
 
 def _without_heap(bindings: Sequence[Binding]) -> list[Binding]:
-    """Returns a Relax function's bindings without the shape heap, the array in which TVM stores dimensions,
-    and without those that refer to it. No binding may read a dimension from the heap."""
+    """Returns a list of a Relax function's `bindings`, in order, without the one that creates the shape heap,
+    the array in which TVM stores dimensions, and without those that refer to it. The caller ensures that no
+    binding reads a dimension from the heap."""
     heaps = {binding.var for binding in bindings if _name(binding.value) == _HEAP}
     return [b for b in bindings if b.var not in heaps and not heaps & set(relax.analysis.free_vars(b.value))]
 

@@ -27,13 +27,12 @@ def emit_steps(
 ) -> None:
     """Adds two exported functions to a library: `step_on` runs one decode step, changes its arguments in
     place into those of the next, and returns the logits; `steps` runs `step_on` once, and then again while
-    the flag `continues`, an argument that each step sets, is true, and returns the flag.
+    the flag `continues`, an argument that each step sets, is true, drops the logits, and returns the flag.
 
-    step: (GlobalVar of the library's function `step`, function that emits the change of the arguments, passed
-    by name). variables: function that returns name -> new variable for the arguments of an ABI function.
-    attributes: attributes of the new functions, name -> value. Steps of the loop copy no pages of the KV
-    cache.
-    """
+    step: (GlobalVar of the library's function `step`; function of a mapping, argument name -> variable, that
+    emits the change of the arguments). variables: function that returns name -> new variable for the
+    arguments of an ABI function. attributes: attributes of the new functions, name -> value. Neither function
+    copies pages of the KV cache."""
     function, next_inputs = step
     arguments = variables(abi.STEP_ON)
     inputs = {name: arguments[name] for name in abi.STEP.names if name in arguments}

@@ -186,9 +186,10 @@ def layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 
 def _without_arguments(spec: LayerSpec) -> LayerSpec:
-    """Returns a layer's description without its window, and with the first rotary embedding in place of its
-    own if it has one: both are arguments of the layer's function. Layers with equal results can share a
-    function if their rotary embeddings have the same dimensions and scale of queries."""
+    """Returns a layer's description without its window, and with index 0 in place of that of its rotary
+    embedding if it has one: both are arguments of the layer's function. Layers with equal results can share a
+    function if they are stored in the same way, and if their rotary embeddings have the same dimensions and
+    scale of queries."""
     rope = None if spec.mixer.rope is None else 0
     return replace(spec, mixer=replace(spec.mixer, window=None, rope=rope))
 
@@ -199,14 +200,14 @@ def _rope(decoder: Decoder, spec: LayerSpec) -> Rope | None:
 
 def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) -> GlobalVar:
     """Adds a private Relax function that computes any layer of the same kind as layer number `index`, and
-    returns it. It maps x, the residual stream float32 [n, hidden], to x. Its other arguments are cosines and
-    sines if the layer has a rotary embedding; scratch tensors; the tensors of the batch and copies of cache
-    pages (forks); three int64: the number of the layer to compute, its attention window in tokens (NO_WINDOW
-    if it has none), and prompt, not 0 for prompts; `rows`, int32 [q], if `selects_rows`; the layer's weights.
+    returns it. It maps x, the residual stream float32 [n, hidden], to x. Its other arguments are, in this
+    order: cosines and sines if the layer has a rotary embedding; scratch tensors; the tensors of the batch,
+    then forks (copies of cache pages); three int64: the number of the layer to compute, its attention window
+    in tokens (NO_WINDOW if it has none), and prompt, not 0 for prompts; `rows`, int32 [q], if `selects_rows`;
+    the layer's weights.
 
-    x and the KV cache are changed in place. selects_rows: True if the function returns only the rows of x
-    with the indices `rows`.
-    """
+    x and the KV cache are changed in place. selects_rows: True if the function returns the new values of only
+    those rows of x whose indices are in `rows`, [q, hidden], as copies, and leaves x unchanged."""
     builder, config = decoder.builder, decoder.config
     spec, params, n = config.layers[index], decoder.layer_params(index), size("n")
     x = variable("x", (n, config.hidden_size), "float32")

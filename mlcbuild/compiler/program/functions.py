@@ -70,8 +70,8 @@ def _function(
 ) -> Iterator[Variables]:
     """Begins an exported function of the compiled library, as abi.py describes it, in the module under
     construction, as a context manager that yields the function's arguments: name -> variable. The caller
-    emits the function's result inside the context. sizes: name of a dimension of the arguments, such as n
-    (new tokens) -> its value; other dimensions become symbolic."""
+    emits the function's result inside the context, with emit_func_output. sizes: name of a dimension of the
+    arguments, such as n (new tokens) -> its value; other dimensions become symbolic."""
     arguments = variables(decoder, function.arguments, sizes)
     with decoder.builder.function(function.name, [*arguments.values()], decoder.attributes(), pure=False):
         yield arguments
@@ -113,9 +113,9 @@ def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variabl
     """Emits all layers and the output matrix, and returns the logits float32 [q, vocab] of the rows whose
     indices are in the argument `logit_positions`, int32 [q].
 
-    trunk: the private function of all layers. x: embeddings [n, hidden]. arguments: those of the exported
-    function, name -> variable. prompt: True if the kernels for prompt tokens are used.
-    """
+    trunk: the private function of all layers; for prompts, the one with an argument `rows` if the backend can
+    select rows. x: embeddings [n, hidden]. arguments: those of the exported function, name -> variable.
+    prompt: True if the kernels for prompt tokens are used."""
     ops, rows = decoder.ops, arguments["logit_positions"]
     weights = unpacked(decoder, arguments["params"], _head_params(decoder))
     if prompt and decoder.ops.selects_rows:
@@ -150,21 +150,20 @@ def _sample_tokens(decoder: Decoder) -> None:
 def _draw(
     decoder: Decoder, logits: Tensor, arguments: Variables, out: str, shape: tuple[Expr | int, ...]
 ) -> relax.Expr:
-    """Emits code that masks `logits` in place and samples a token from each row into the argument called
-    `out`; returns the logits as a view with the shape `shape`. arguments: those of the exported function,
-    name -> variable.
-    """
+    """Emits code that masks `logits` in place, with the argument `masks`, and samples a token from each row,
+    by the argument `sampling_params`, into the argument called `out`; returns the logits as a view with the
+    shape `shape`. arguments: those of the exported function, name -> variable."""
     masked = decoder.ops.mask(logits, handle(arguments["masks"]))
     shaped = _reshaped(decoder.builder, masked._expr, shape)
     return decoder.ops.sample(*map(handle, (shaped, arguments["sampling_params"], arguments[out])))._expr
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
-    """Adds an exported function of the library, `step` or `step_prefill`, that computes embeddings, all
-    layers and logits and samples tokens into its argument `sampled` in one call, and returns its GlobalVar.
-    The exported function returns the masked logits, float32 [1, q, vocab]. `step` also copies pages of the KV
-    cache, as its argument `forks` lists them, (source, destination, tokens); `step_prefill` copies none.
-    trunk: the private function of all layers."""
+    """Adds an exported function of the library, `step` or `step_prefill` as `function` describes it, that
+    computes embeddings, all layers and logits and samples tokens into its argument `sampled` in one call, and
+    returns its GlobalVar. The exported function returns the masked logits, float32 [1, q, vocab]. `step` also
+    copies pages of the KV cache, as its argument `forks` lists them, (source, destination, tokens);
+    `step_prefill` copies none. trunk: the private function of all layers."""
     q = size("q")
     with _function(decoder, function, {"q": q}) as arguments:
         embedded = _embedded(decoder, arguments)

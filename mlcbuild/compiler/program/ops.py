@@ -86,9 +86,8 @@ class ResidualRows:
 
 
 class CacheLayout(Protocol):
-    """The shape and dtype of the one tensor that holds the KV cache of all layers, in the layout that the
-    device's attention reads.
-    """
+    """The dtype of the one tensor that holds the KV cache of all layers, and its shape for a number of pages,
+    in the layout that the device's attention reads."""
 
     @property
     def dtype(self) -> str: ...
@@ -149,7 +148,8 @@ class Ops(Protocol):
         ...
 
     def scratch(self) -> Mapping[str, tuple[int, str]]:
-        """Returns the scratch tensors that every layer reuses: name -> (number of columns, dtype)."""
+        """Returns the scratch tensors, with one row per token, that every layer reuses: name -> (number of
+        columns, dtype)."""
         ...
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
@@ -164,23 +164,22 @@ class Ops(Protocol):
         ...
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float, spec: Rope) -> Tensor:
-        """Emits cosines and sines of one rotary embedding, times `factor`, and returns them, float32 [n,
-        columns]: the dim / 2 cosines of a position, then as many sines, then the scale of queries if `spec`,
-        the rotary embedding, has one. positions: int32 [n]; inv_freq: float32 [dim / 2].
-        """
+        """Emits cosines and sines of one rotary embedding and returns them, float32 [n, columns]: the dim / 2
+        cosines of a position, then as many sines, both times `factor`, then the scale of queries if `spec`,
+        the rotary embedding, has one. positions: int32 [n]; inv_freq: float32 [dim / 2]."""
         ...
 
     def copy(self, x: Tensor) -> Tensor: ...
 
     def attention(self, rows: ResidualRows, layer: Layer, selected: Tensor | None = None) -> ResidualRows:
-        """Emits the attention of a layer, which adds its result in place to the residual stream, rows.x
-        float32 [n, hidden], and writes new keys and values to the KV cache. Returns the rows that the
-        feed-forward reads: all n rows, or copies of those that `selected` lists, to which the result is then
-        added. In a layer whose feed-forward reads the old x, the result is kept in a scratch tensor.
+        """Emits the attention of a layer, which writes new keys and values to the KV cache and adds its
+        result in place to the residual stream, rows.x float32 [n, hidden]; returns the rows that the
+        feed-forward reads. With `selected`, the result is added to copies of the selected rows instead, which
+        are returned, and rows.x stays unchanged. In a layer whose feed-forward reads the old x, the result is
+        not added but kept in a scratch tensor.
 
         selected: int32 [q], the indices of the only rows to return, or None for all rows; backends whose
-        property `selects_rows` is False accept only None.
-        """
+        property `selects_rows` is False accept only None."""
         ...
 
     def feed_forward(self, rows: ResidualRows, layer: Layer) -> Tensor:
@@ -199,8 +198,7 @@ class Ops(Protocol):
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
         """Emits the product of x float32 [q, hidden], after the last norm, with the output matrix, then bias,
-        scale and soft cap, and returns the logits float32 [q, vocab].
-        """
+        scale and soft cap if the model has them, and returns the logits float32 [q, vocab]."""
         ...
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
@@ -212,29 +210,30 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
         """Emits the sampling of a token from each row of logits [1, q, vocab] into `out`, int32 [q], and
         returns the unchanged logits. params: float64 [q, 5], for each row 1 / temperature (0: the most likely
-        token; negative: none), logit_drop (the lowest distance of a logit from the largest, at most 0, as
-        temperature * log(min_p)), top_p, top_k (0: all tokens) and a random number in [0, 1). `out` gets -2
-        for a row with a negative number, -1 for one with a logit that is NaN, or whose largest logit is
-        infinite."""
+        token; negative: none), logit_drop (at most 0, as temperature * log(min_p): logits below the row's
+        largest + logit_drop are dropped), top_p (1: all tokens), top_k (0: all tokens) and a random number in
+        [0, 1). `out` gets -2 for a row whose 1 / temperature is negative, -1 for one with a logit that is
+        NaN, or whose largest logit is infinite."""
         ...
 
     def next_inputs(self, arguments: Variables) -> None:
         """Emits code that changes the arguments of a decode step, in place, into those of the next step: it
-        records the sampled tokens and sets whether another step follows in the same call; unless the whole
-        loop ends, it also advances positions, cache slots and lengths by one token and replaces the random
-        numbers. arguments: name of an argument of the library function `step_on`, which computes one of
-        several decode steps -> variable."""
+        copies the sampled tokens to `sampled_tokens` and sets `continues`, True if another step follows in
+        the same call. It also advances positions, cache slots and lengths by one token and replaces the
+        random numbers, unless the loop ends, which it does for all sequences as soon as one of them ends.
+        arguments: name of an argument of the library function `step_on`, which computes one of several decode
+        steps -> variable."""
         ...
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns two mappings for the library's metadata: use -> name of its kernel, and use -> reason why
-        its kernel is slow, only for uses with a slow kernel. A use is a form of attention, such as
+        its kernel is slower than the device allows, only for such uses. A use is a form of attention, such as
         "attention.prompt", or the name of a matrix, without the prefix `layers.N.` where one kernel serves
         all layers."""
         ...
 
     def workspace(self, limits: Limits, mod: IRModule) -> int:
         """Returns the maximum number of bytes that a call of the library needs in addition to weights and KV
-        cache. mod: the library's module after memory planning.
-        """
+        cache, with the scratch arrays of kernels for one thread. mod: the library's module after memory
+        planning."""
         ...

@@ -38,9 +38,9 @@ banks.
 
 
 def attend_prompt(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the attention kernel for prompts, which writes y [n, heads * value_dim]. A workgroup computes
-    up to 32 rows of one sequence and one head, over tiles of 32 keys in shared memory.
-    """
+    """Returns the attention kernel for prompts, which reads rotated queries, `query` [n, heads * head_dim],
+    and the paged KV cache, and writes y [n, heads * value_dim]. A workgroup computes up to 32 rows of one
+    sequence and one query head, over tiles of 32 keys in shared memory."""
     cache, dim = spec.cache, spec.cache.head_dim
     with kernel(name) as k:
         n = k.size("n")
@@ -105,17 +105,18 @@ class _QueryTile:
     spec: AttentionSpec
     tx: Value
     place: tuple[Value, Value]
-    """(index of the first row, number of rows) of the prompt rows that the workgroup computes."""
+    """The prompt rows that the workgroup computes: (index of the first among all rows of the call, number of
+    rows, at most 32)."""
     left: Value
     right: Value
     weights: Value
-    """Array in shared memory that holds the attention weights of a tile, [row, key]."""
+    """Flat array in shared memory that holds the attention weights of a tile: element row * 33 + key."""
     reduced: Value
     thread_scores: Value
     sums: Value
     state: Value
-    """Two numbers in registers for the query row that the thread computes: the maximum of its attention
-    scores so far, and the sum of the attention weights so far."""
+    """Two numbers in registers for the query row that the thread computes, over all keys so far, the same in
+    all four threads of the row: the maximum of its attention scores, and the sum of its attention weights."""
 
     @classmethod
     def allocate(
@@ -128,7 +129,7 @@ class _QueryTile:
 
     @property
     def value_parts(self) -> int:
-        """Returns the number of parts of 32 dimensions into which a value vector is divided."""
+        """Returns the number of blocks of 32 dimensions that cover a value vector, rounded up."""
         return -(-self.spec.cache.value_dim // KEYS)
 
     @property
@@ -147,9 +148,9 @@ class _QueryTile:
             put(self.sums, number(0), index)
 
     def _fill(self, tile: Value, part: Value, value: Callable[[Value, Value], Value]) -> None:
-        """Emits code that fills the shared array `tile` [32, 32] with value(row of the tile, dimension), and
-        with 0 beyond the head's dimensions. part: index of the block of 32 dimensions.
-        """
+        """Emits code that fills the shared array `tile` [32, 33], whose last column is padding, with
+        value(row of the tile, dimension of the head), and with 0 beyond the head's dimensions. part: index of
+        the block of 32 dimensions. It emits no barrier."""
         dim = self.spec.cache.head_dim
         with T.serial(KEYS * KEYS // _TILE_THREADS) as index:
             flat = bind(index * _TILE_THREADS + self.tx)
@@ -159,10 +160,10 @@ class _QueryTile:
             put(tile, T.Select(inside, element, number(0)), other * _STRIDE + flat % KEYS)
 
     def score(self, query: Callable[[Value, Value], Value], keys: _Keys, base: Value) -> None:
-        """Emits the dot products of a thread's query row with eight of the 32 keys of a tile: of the four
-        threads that share the row, thread i computes the keys i, i + 4, i + 8 and so on. They are stored in
-        the registers thread_scores. query: function of (row, dimension) that returns an element of a query;
-        base: position of the tile's first key.
+        """Emits the dot products, not yet scaled or masked, of a thread's query row with eight of the 32 keys
+        of a tile: of the four threads that share the row, thread i computes the keys i, i + 4, i + 8 and so
+        on. They are stored in the registers thread_scores. query: function of (row in the call, dimension of
+        the head) that returns an element of a query; base: position of the tile's first key in its sequence.
         """
         first, count = self.place
         for index in range(_OWN):
@@ -179,11 +180,11 @@ class _QueryTile:
             barrier()
 
     def soften(self, base: Value, at: tuple[Value, Value], slope: Value | None) -> Value:
-        """Emits code that turns the scores of a tile of keys into weights exp(score - maximum), in the shared
-        array `weights`, brings `state` up to date, and returns the factor by which the weighted sums of
-        values so far must be multiplied. base: position of the tile's first key; at: (position of the row,
-        its window in tokens); slope: of ALiBi, or None.
-        """
+        """Emits a step of online softmax: code that scales the dot products in thread_scores, turns them into
+        weights exp(score - maximum) in the shared array `weights`, 0 for tokens after the row's own or before
+        its window, and brings `state` up to date. Returns the factor by which the weighted sums of values so
+        far must be multiplied. base: position of the tile's first key; at: (position of the row in its
+        sequence, window in tokens); slope: of ALiBi, or None."""
         visible, (position, window) = [], at
         for index in range(_OWN):
             token = bind(base + self.tx % 4 + 4 * index)
@@ -232,9 +233,9 @@ class _QueryTile:
             barrier()
 
     def store(self, y: Value, head: Value, sinks: Vector | None) -> None:
-        """Emits the stores of a row's attention output in y [n, heads * value_dim]. sinks: for each head one
-        more score without a value, or None.
-        """
+        """Emits code that divides a row's weighted sums of values by the sum of its weights, and stores the
+        results, the attention output, in y [n, heads * value_dim]. sinks: for each head one more score,
+        without a value, that enters the sum of weights, or None."""
         dim, row, factor, total = self.spec.cache.value_dim, self.row, number(1), self.state[1]
         if sinks is not None:
             sink = bind(sinks[head])

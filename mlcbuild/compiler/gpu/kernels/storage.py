@@ -1,8 +1,7 @@
 """Emits reads of stored parameters in GPU kernels: matrices of each format, vectors, and rows of activations.
 
-Columns are read in chunks of four. If the number of columns of a matrix is not a multiple of four, rows are
-not aligned for vector loads, and values are read one by one.
-"""
+Columns are read in chunks of four. If an unquantized matrix, or activations, have a number of columns that is
+not a multiple of four, rows are not aligned for vector loads, and values are read one by one."""
 
 from __future__ import annotations
 
@@ -25,18 +24,20 @@ values, the widest load that all GPU targets have."""
 
 @dataclass(frozen=True)
 class StoredAs:
-    """The bits of codes, the scales and the minima by which a format stores weight matrices row by row, as
-    GPU kernels read them.
-    """
+    """The form in which a format stores weight matrices row by row, as GPU kernels read them: the bits of
+    codes, the scales and the minima, or floating point numbers."""
 
     bits: int
     """Number of bits of a weight's stored code; 0: weights are floating point numbers."""
     zero: int
-    """The stored code that represents the weight 0."""
+    """The zero point of a format: the number that is subtracted from a stored code before it is multiplied by
+    the scale."""
     half: bool
-    """True if the scales, or the weights of an unquantized matrix, are float16."""
+    """True if each scale, or each weight of an unquantized matrix, is a float16; False if it is a float32, or
+    if `levels` describes the scales."""
     group: int = GROUP
-    """Number of weights that share a scale."""
+    """Number of consecutive weights of a row that share a scale, 16 or 32; without meaning for floating point
+    weights."""
     minimum: bool = False
     """True if a minimum is added to the weights of a group: a float16 or, with `levels`, the product of an
     integer of the group and a float16 that 256 weights share."""
@@ -45,9 +46,8 @@ class StoredAs:
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
-        """Returns the description, for GPU kernels, of a format that stores codes, scales and minima as
-        quantized checkpoints do.
-        """
+        """Returns the StoredAs, which describes a format to GPU kernels, for a format whose codes, scales and
+        minima `blocks` describes."""
         levels = blocks.scale == "levels"
         half = blocks.scale == "float16"
         return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels)
@@ -94,8 +94,8 @@ def stored_as(name: str) -> StoredAs:
 
 
 Scale: TypeAlias = tuple[Value, Value | None]
-"""The numbers by which a group of weights is dequantized: (scale, minimum that is added, or None if nothing
-is added)."""
+"""The numbers by which a group of weights is dequantized, as float32 expressions: (scale, minimum that is
+added, or None if nothing is added)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class StoredMatrix:
     columns: int
     words: Value
     numbers: Value | None
-    """The buffer with the scales and minima of a weight matrix; None: there are none."""
+    """The buffer with the scales, and minima if the format has them, of a quantized matrix; None for floating
+    point weights."""
 
     @classmethod
     def declare(cls, k: KernelBuilder, form: StoredAs, rows: int, columns: int) -> StoredMatrix:
@@ -139,8 +140,9 @@ class StoredMatrix:
         return GROUP // self.form.group
 
     def scales(self, row: Value, group: Value) -> list[Scale]:
-        """Returns a list of the pairs (scale, minimum or None) in one group of 32 weights of a row: one pair
-        if all 32 weights share a scale, two if each half has its own; [] if the matrix has no scales."""
+        """Emits loads of the scales of one group of 32 weights of a row, and returns a list of pairs (scale,
+        minimum or None) of float32 expressions: one pair if all 32 weights share a scale, two if each half
+        has its own; [] if the matrix has no scales."""
         if self.numbers is None:
             return []
         if self.form.levels:
@@ -174,8 +176,8 @@ class StoredMatrix:
 
     def group(self, row: Value, group: Value) -> list[Value]:
         """Emits loads of the 32-bit words that hold the codes of a group of 32 weights of a row, and returns
-        them, those with the low bits first; [] for floating point numbers.
-        """
+        them: first the words with the low bits of the codes, then those with the high bits if the format
+        stores these separately (3, 5 and 6 bits); [] for floating point numbers."""
         bits = self.form.bits
         if not bits:
             return []
@@ -199,9 +201,9 @@ class StoredMatrix:
 
     def chunk(self, words: Sequence[Value], row: Value, group: Value, index: int) -> list[Value]:
         """Returns four columns of a group of 32 weights, from column 4 * index on, as float32 expressions:
-        stored codes minus the code that represents the weight 0, or the weights themselves if they are
-        floating point. words: the 32-bit words that hold the group's codes. Values beyond the matrix's
-        columns are arbitrary."""
+        stored codes minus the format's zero point, not yet scaled, or the weights themselves if they are
+        floating point. words: the 32-bit words that hold the group's codes, as the method `group` returns
+        them. Values beyond the matrix's columns are arbitrary."""
         bits = self.form.bits
         if bits:
             low = low_bits(bits)
@@ -231,10 +233,10 @@ class StoredMatrix:
         return self._scaled(self._codes_at(row, group, chunk, CHUNK), row, group, chunk * CHUNK)
 
     def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
-        """Returns float32 expressions for some weights of a group of 32 in a row, code * scale + minimum; the
-        minimum is left out if the format has none. codes: stored codes, minus the code that represents the
-        weight 0, of weights that share a scale; inside: position in the group of any of them, since each half
-        of the group may have its own scale."""
+        """Returns float32 expressions for some weights of a group of 32 in a row, code * scale + minimum,
+        with the scale and the minimum that it loads for this group; the minimum is left out if the format has
+        none. codes: stored codes, minus the format's zero point, of weights that share a scale; inside:
+        position in the group of any of them, since each half of the group may have its own scale."""
         scales = self.scales(row, group)
         scale, minimum = scales[0]
         if len(scales) > 1:
@@ -245,8 +247,7 @@ class StoredMatrix:
 
     def _codes_at(self, row: Value, group: Value, index: Value, width: int) -> list[Value]:
         """Returns `width` stored codes of a group of 32 weights, from index * width on, as float32
-        expressions, minus the code that represents the weight 0. width: 1 or 4.
-        """
+        expressions, minus the format's zero point. width: 1 or 4."""
         bits = self.form.bits
         low = low_bits(bits)
         place = bind(group * low + index * (width * low) // 32)
@@ -266,8 +267,8 @@ class StoredMatrix:
         high_shift: Value | int = 0,
         count: int = CHUNK,
     ) -> list[Value]:
-        """Returns `count` consecutive weights of a quantized matrix as float32 expressions: stored codes
-        minus the code that represents the weight 0. The low bits of the codes are in the 32-bit word `word`,
+        """Returns `count` consecutive weights of a quantized matrix as float32 expressions, not yet scaled:
+        stored codes minus the format's zero point. The low bits of the codes are in the 32-bit word `word`,
         from bit `shift` on. If the format stores the bits above them separately, these are in the word
         `high`, from bit `high_shift` on; None: there are no such bits."""
         low, codes = low_bits(self.form.bits), []
@@ -294,8 +295,8 @@ class StoredMatrix:
 
 
 def _bits(word: Value, shift: Value | int, place: int, width: int) -> Value:
-    """Returns an expression for one code (quantized weight) of several that a 32-bit word holds. shift: bit
-    of the word at which the codes begin; place: index of the code, counted from that bit; width: bits per
+    """Returns a uint32 expression for one code (quantized weight) of several that a 32-bit word holds. shift:
+    bit of the word at which the codes begin; place: index of the code, counted from that bit; width: bits per
     code."""
     first = T.uint32(shift + place * width) if isinstance(shift, int) else shift + T.uint32(place * width)
     return T.bitwise_and(T.shift_right(word, first), T.uint32((1 << width) - 1))
@@ -362,7 +363,7 @@ class RowsOf:
 
     def chunk(self, row: Value, column: Value) -> list[Value]:
         """Returns the four numbers in columns 4 * column to 4 * column + 3 of a row, with 0 beyond the end of
-        the row, up to the next multiple of 32 columns.
+        the row, up to the next multiple of 32 columns. column: index of a chunk of four columns, not of one.
         """
         if self.columns % CHUNK == 0:
             full_chunks = self.columns // CHUNK

@@ -27,9 +27,9 @@ from mlcbuild.compiler.gpu.tensorir import (
 )
 
 TILE, DEPTH = 64, 32
-"""Two sizes in the kernel of a matrix product of many rows: number of rows, and of columns, in a tile of
-results; and number of columns of the two factors that are read at a time. Parts of both factors take 16 KB of
-shared memory together."""
+"""Sizes in the kernel of a matrix product of many rows. TILE: number of rows, and also of columns, in a tile
+of results. DEPTH: number of columns of both factors that are read at a time. Parts of both factors take 16 KB
+of shared memory together, or half as much as float16."""
 _LARGEST_HALF = 65504
 _SIDE = 4
 """Number of rows and of columns of the square of results that one thread computes."""
@@ -74,9 +74,8 @@ class TileRows:
     kernel, under which its results are stored.
     """
     read: Callable[[Value, Value], Value]
-    """Function of (position of a row in the tile, column) that returns one float32 value of the left factor
-    x.
-    """
+    """Function of (position of a row in the tile, 0 to 63; column of x, counted from the start of the row)
+    that returns one float32 value of the left factor x."""
     matrix: Value | int = 0
     """Index, in the tensors that hold several matrices one after the other, of the first row of the matrix
     that is multiplied.
@@ -144,12 +143,12 @@ def _load_weights(
     matrix: StoredMatrix, to: tuple[Value, str], rows: tuple[Value | int, Value, int], at: tuple[Value, Value]
 ) -> None:
     """Emits code that writes a tile of 64 rows and 32 columns of a matrix into shared memory, dequantized and
-    transposed. Each thread reads chunks of four columns.
+    transposed. Each thread reads chunks of four columns. Rows beyond the end of the matrix repeat its last
+    row; no barrier is emitted.
 
     to: (array in shared memory, its dtype); rows: (index of the matrix's first row in the stored tensors,
     which may hold several matrices; index of the tile's first row in the matrix; number of rows of the
-    matrix); at: (index of the tile's 32 columns, index of the thread).
-    """
+    matrix); at: (index of the tile's 32 columns, index of the thread)."""
     (base, first, count), (step, tx), chunks, (tile, form) = rows, at, DEPTH // CHUNK, to
     for index in range(TILE * chunks // THREADS):
         flat = bind(index * THREADS + tx)
