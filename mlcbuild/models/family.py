@@ -47,8 +47,8 @@ POST_NORMS: Names = {
     "mlp_norm.weight": ("pre_feedforward_layernorm.weight",),
     "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
 }
-"""Name of a parameter within a layer -> names of the checkpoint's tensors, for layers that also have norms
-after attention and after the feed-forward. Gemma 2 and OLMo 2 introduced them."""
+"""Name of a parameter within a layer -> names of the checkpoint's tensors, for layers with norms after
+attention and after the feed-forward (OLMo 2), or before and after them (Gemma 2)."""
 KINDS = ("weight", "bias")
 MEGATRON: Names = {
     **{f"attn.qkv.{kind}": (f"self_attention.query_key_value.{kind}",) for kind in KINDS},
@@ -119,8 +119,8 @@ class Common:
     count: int
     """Number of layers of the model."""
     model: ModelConfig
-    """The config of the model, complete except for its layers, which the model family adds. The norm between
-    its last layer and its output matrix is the one that `norm` describes."""
+    """The config of the model without its layers, which the model family adds. The norm between its last
+    layer and its output matrix is the one that `norm` describes."""
 
     def layer(self, **attention: Any) -> LayerSpec:
         """Returns a layer with a norm before attention and before the feed-forward. attention: name of a
@@ -133,14 +133,14 @@ class Common:
         return replace(self.model, layers=tuple(layers), **changes)
 
     def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
-        """Returns one copy of `layer` for each layer of the model. window: attention window in tokens; None:
-        no window. Adds a problem to `fields`, the reader of config.json, if layer_types there contradicts
-        this window."""
+        """Returns one copy of `layer` for each layer of the model, all with the attention window `window` (in
+        tokens; None: no window). Adds a problem to `fields`, the reader of config.json, if layer_types there
+        contradicts this window."""
         return windowed(layer, same_window(fields, self.count, window))
 
     def by_kind(self, layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
-        """Returns one copy of a layer for each attention window (in tokens; None: no window). Copies with a
-        window use the model's last rotary embedding."""
+        """Returns one copy of `layer` for each entry of `windows`, in order, with this attention window (in
+        tokens; None: no window). Copies with a window use the model's last rotary embedding."""
         local = len(self.model.ropes) - 1
         return tuple(
             spec if spec.mixer.window is None else replace(spec, mixer=replace(spec.mixer, rope=local))
@@ -154,49 +154,48 @@ class ConfigRules:
     absent, defaults, and names of fields. Llama itself states its rules with this class, too."""
 
     head_dim: int | None = None
-    """Dimensions of an attention head if config.json does not state them; None: hidden_size /
-    num_attention_heads.
-    """
+    """Dimensions of an attention head if config.json has no field for them; None: hidden_size /
+    num_attention_heads, as with a head_dim of null."""
     kv_heads_optional: bool = False
     """True if config.json may omit num_key_value_heads, which then equals num_attention_heads."""
     tied: bool = False
     """The value of tie_word_embeddings if config.json does not state it."""
     activation_field: str = "hidden_act"
     activation: str = "silu"
-    """The name of the activation function if config.json does not state it."""
+    """transformers' name of the activation function, a key of `activations`, if config.json states none."""
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
     norm: Norm = field(default_factory=lambda: RmsNorm(1.0))
-    """The class of all norms of the model, such as RMS norm or layer norm; config.json states their eps, as
-    rms_norm_eps."""
+    """The kind of the model's norms, such as an RmsNorm. Its eps is replaced by the field rms_norm_eps of
+    config.json, or by the one that `spellings` maps to this name."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Field name -> value that transformers uses if config.json does not state it."""
+    """Field name, as other families spell it -> value that transformers uses if config.json lacks the
+    field."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """Name that only one model family uses for a field of config.json -> name that the other families use for
-    it."""
+    """This family's own name of a field of config.json -> name that the other families use for it."""
     wide: bool = False
     """True if intermediate_size may be absent and then equals 4 * hidden_size."""
 
 
 @dataclass(frozen=True)
 class TensorRules:
-    """The differences of the tensors in one model family's checkpoints from Llama's: names and order of
-    rows."""
+    """The differences of the tensors in one model family's checkpoints from Llama's, such as names and order
+    of rows."""
 
     names: Names | Callable[[ModelConfig], Names] = field(default_factory=dict)
     """Parameter name -> names of a checkpoint's tensors, for the parameters whose tensors have other names in
     this family than in Llama's checkpoints; or a function that returns this mapping for a model's config."""
     layers: str = "model.layers."
-    """Prefix of the names of layers' tensors in a checkpoint, before the number of the layer."""
+    """Prefix of the names of layers' tensors in a checkpoint, up to the number of the layer, with the dot."""
     fused_heads: bool = False
     """True if one tensor holds, for each key-value head, its query heads, its key and its value."""
     transposed: tuple[str, ...] = ()
     """Parameters, by their names within a layer, whose matrices a checkpoint stores as [in, out]."""
     alternating: bool = False
-    """True if the rows of gate and up alternate in the checkpoint's tensors of experts."""
+    """True if rows of gate and up alternate in the checkpoint's tensors of experts: gate, up, gate ..."""
     unused: str = ""
-    """Regular expression for names of checkpoint tensors that no model of the family reads. {layers} stands
-    for the number of layers, which is also the index of an additional layer for drafts that some checkpoints
-    have. Empty: there are no such tensors."""
+    """Regular expression for the whole names of checkpoint tensors that no model of the family reads.
+    {layers} stands for the number of layers, which is also the index of an additional layer for drafts that
+    some checkpoints have. Empty: there are no such tensors."""
 
     def own_names(self, config: ModelConfig) -> Names:
         """Returns parameter name -> names of a checkpoint's tensors, where these differ from Llama's, for a
@@ -213,8 +212,8 @@ class Family:
     architecture: str
     """The class that `architectures` in config.json must name, where it names any."""
     read: Callable[[Fields, Common], ModelConfig]
-    """Function that reads the fields of config.json which only one model family has, and returns the model
-    with its layers. Its second argument holds what all families share."""
+    """Function of (reader of config.json, what all families share) that reads the fields which only this
+    family has, and returns the model with its layers. It adds problems to the reader."""
     rope: RopeRules | None = field(default_factory=RopeRules)
     """Rules for reading the rotary embedding from config.json; None: no layer is rotated."""
     config: ConfigRules = field(default_factory=ConfigRules)
@@ -333,7 +332,8 @@ def latent_pieces(
 
 
 def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
-    """Returns one copy of a layer for each attention window (in tokens; None: no window)."""
+    """Returns one copy of `layer` for each entry of `windows`, in order. The copies differ only in the
+    attention window, which is the entry (in tokens; None: no window)."""
     windows = tuple(windows)
     layers = {window: replace(layer, mixer=replace(layer.mixer, window=window)) for window in set(windows)}
     return tuple(layers[window] for window in windows)
@@ -383,8 +383,8 @@ def every(step: int, count: int) -> list[str]:
 
 
 def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Returns the specifications `layers` of a model's layers with some changed: a layer whose entry in
-    `rotated` is False has attention without rotary embedding."""
+    """Returns a copy of `layers`, the specifications of a model's layers, in which those whose entry in
+    `rotated` is False have attention without rotary embedding."""
     return tuple(
         layer if is_rotated else replace(layer, mixer=replace(layer.mixer, rope=None))
         for layer, is_rotated in zip(layers, rotated, strict=True)
@@ -392,9 +392,9 @@ def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[Lay
 
 
 def scaled_embedding(fields: Fields, hidden: int) -> float:
-    """Returns sqrt(hidden), by which Gemma's embeddings are multiplied, rounded to the checkpoint's dtype.
-    config.json states it as `dtype` (transformers 5) or `torch_dtype` (before); if it states neither, the
-    result is rounded to float32. Another dtype than float32, float16 and bfloat16 adds an error message."""
+    """Returns sqrt(hidden), by which Gemma's embeddings are multiplied, rounded to the checkpoint's dtype:
+    `dtype` (transformers 5) or `torch_dtype` (before) in config.json, float32 if it has neither. A dtype but
+    float32, float16 and bfloat16 adds an error message and counts as float32."""
     dtype = "torch_dtype" if fields.get("dtype") in (None, ABSENT) else "dtype"
     scale: float = fields.choice(dtype, ROUNDING, "float32")(f32(math.sqrt(hidden)))
     return scale

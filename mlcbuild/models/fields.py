@@ -21,8 +21,8 @@ ABSENT: Final = object()
 """The value that `Fields.get` returns for a field that does not exist. A JSON null is returned as None."""
 
 MOST_UNKNOWN = 50
-"""Maximum number of unknown fields of a JSON file that get an error message each; a file with more is not a
-config.json."""
+"""Maximum number of unknown fields of a JSON file that get an error message each; one more message stands for
+the rest. A file with more is not a config.json."""
 LARGEST = 2**31 - 1
 """Largest integer that a field of config.json may hold, unless the code that reads the field sets another
 limit: the largest index in a compiled library."""
@@ -55,8 +55,8 @@ class Fields:
         values add an error message, and the later one in the object is read.
 
         spellings: field name that only one model family uses -> shared name. defaults: shared name -> value
-        of an absent field (a field that is null is not absent, except for rope_parameters); the one of
-        rope_parameters is not used if the object has rope_scaling.
+        of an absent field. A field that is null keeps None, but a rope_parameters of null counts as absent;
+        the default of rope_parameters is not used if the object has rope_scaling.
         """
         values: dict[str, object] = {}
         shown: dict[str, str] = {}
@@ -138,7 +138,7 @@ class Fields:
     def flag(self, name: str, default: bool) -> bool:
         """Returns the boolean in a field of config.json. default: the result if the field is absent. A value
         that is no boolean adds an error message, and `default` is returned. null counts as false, as in
-        transformers, but is an error if `default` is True."""
+        transformers, but as such a wrong value if `default` is True."""
         value = self.get(name)
         if value is ABSENT or (value is None and not default):
             return default
@@ -148,9 +148,9 @@ class Fields:
         return value
 
     def choice(self, name: str, values: Mapping[str, T], default: str) -> T:
-        """Returns the value in `values` whose key is the text in a field of config.json. default: the key to
-        use if the field is absent or null. A text that is no key of `values`, or no text, adds an error
-        message, and `default` is used."""
+        """Returns the value in `values` whose key is the text in a field of config.json. default: the key
+        whose value is returned instead if the field is absent or null, or, with an error message, if it holds
+        anything but a key of `values`."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return values[default]

@@ -1,4 +1,5 @@
-"""Lists the config.json fields that occur in all families and change no numbers of a forward pass."""
+"""Lists config.json fields that may occur in every model family: those that never change the numbers of a
+forward pass, and those that change none if they have certain values."""
 
 from __future__ import annotations
 
@@ -18,8 +19,7 @@ _CLASS = {
     *("transformers_weights", "use_return_dict"),
 }
 """Attributes of transformers' PretrainedConfig, which programs that write every attribute also put into
-config.json.
-"""
+config.json. They change no results."""
 _TRAINING = {
     *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop"),
     *("gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "initializer_range", "resid_pdrop"),
@@ -45,8 +45,8 @@ _SAMPLING = {
     *("sequence_bias", "speculation_type", "stop_strings", "target_lookbehind", "temperature"),
     *("token_healing", "top_h", "top_k", "top_p", "typical_p", "use_mtp", "watermarking_config"),
 }
-"""Names of the fields of transformers' GenerationConfig. Old versions stored them in config.json, and some
-still do."""
+"""Names of the fields of transformers' GenerationConfig, which do not change a forward pass. Old versions of
+transformers stored them in config.json, and some still do."""
 _OUTPUTS = {
     *("chunk_size_feed_forward", "finetuning_task", "id2label", "label2id", "num_labels", "output_past"),
     *("problem_type", "return_dict", "task_specific_params", "tf_legacy_loss", "torchscript", "xla_device"),

@@ -56,13 +56,15 @@ class LatentAttention:
 
     @property
     def query_dim(self) -> int:
-        """Returns the number of dimensions of one head's query."""
+        """Returns the number of dimensions of one head's query as its weights yield it, before it is
+        projected to the cached latents: `head_dim` unrotated ones and `rope_dim` rotated ones."""
         return self.head_dim + self.rope_dim
 
 
 def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of a layer with multi-head latent attention. attn.k_b and attn.v_b, the matrices
-    between heads and latents, are tensors [heads, rows, columns]. hidden: size of the residual stream."""
+    """Yields the parameters of one layer's multi-head latent attention, without those of the layer's norms
+    and feed-forward. attn.k_b is a tensor [heads, latent, head_dim], attn.v_b one [heads, value_dim, latent].
+    hidden: size of the residual stream."""
     queries = block.heads * block.query_dim
     if block.query_latent:
         yield Param("attn.q_a.weight", (block.query_latent, hidden))

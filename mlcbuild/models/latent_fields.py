@@ -52,8 +52,8 @@ def read_latent(
 
 def _mscale(fields: Fields) -> float:
     """Returns the factor by which queries, and also keys, are multiplied because of mscale_all_dim in YaRN's
-    rope object of config.json; 1 if that field is absent or 0, if the rope object is of another type, or if
-    it does not extend the context."""
+    rope object of config.json, so that attention scores are multiplied by its square. It is 1 if that field
+    is absent or 0, if the rope object is of another type, or if it does not extend the context."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
         if isinstance(scaling, dict) and "yarn" in (scaling.get("rope_type"), scaling.get("type")):

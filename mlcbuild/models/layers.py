@@ -48,14 +48,14 @@ class Rope:
 
     The pair (i, i + dim/2) at position p is rotated by the angle p * inv_freq[i]; cos and sin are multiplied
     by `attention_factor`. With LongRoPE, `inv_freq_long` and `long_factor` replace `inv_freq` and
-    `attention_factor` when the context window exceeds `original_max_position`; `frequencies` chooses once per
-    library. Without LongRoPE, `inv_freq_long`, `long_factor` and `original_max_position` are None.
+    `attention_factor` if the context window of the compiled library exceeds `original_max_position` tokens;
+    the function `frequencies` chooses. Without LongRoPE, `inv_freq_long`, `long_factor` and
+    `original_max_position` are None.
     """
 
     dim: int
-    """Number of leading dimensions of each attention head that are rotated; even, at most head_dim. The rest
-    pass unchanged.
-    """
+    """Number of rotated dimensions of each attention head, an even number: the first ones of head_dim or, in
+    latent attention, all that follow the unrotated ones. The others pass unchanged."""
     inv_freq: tuple[float, ...]
     """The dim / 2 inverse frequencies of the rotation in radians per position, each exactly representable
     in float32.
@@ -71,15 +71,15 @@ class Rope:
     @property
     def columns(self) -> int:
         """Returns the number of float32 values of rotary embedding that a compiled program computes for each
-        position: `dim` cosines and sines, and the scale of the query if there is one."""
+        position: dim / 2 cosines, dim / 2 sines, and the scale of the query if there is one."""
         return self.dim + (self.query_scale is not None)
 
 
 def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
     """Returns (inverse frequencies, attention factor) of a rotary embedding in a compiled library. LongRoPE
-    has two such pairs, for short and for long contexts. context_window: number of tokens of a sequence in the
-    library; if it exceeds the context of the model's original training, the pair for long contexts is
-    returned."""
+    has two such pairs, for short and for long contexts. context_window: maximum number of tokens of a
+    sequence in the library; if it exceeds the context of the model's original training, the pair for long
+    contexts is returned."""
     if rope.inv_freq_long is None or rope.long_factor is None or rope.original_max_position is None:
         return rope.inv_freq, rope.attention_factor
     if context_window <= rope.original_max_position:
@@ -112,14 +112,15 @@ Norm: TypeAlias = RmsNorm | LayerNorm
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms of a layer: before and after its mixer (attention), and before and after its feed-forward."""
+    """The norms of a layer before and after its mixer (attention), and before and after its feed-forward,
+    each with weights of its own. The residual form parallel_shared has one norm before both."""
 
     before: Norm | None
-    """The norm of the input that the mixer and the feed-forward each read from the residual stream; None: the
-    input is not normalized."""
+    """The kind of norm of the two inputs that the mixer and the feed-forward read from the residual stream;
+    None: these inputs are not normalized."""
     after: Norm | None = None
-    """The norm of the output that the mixer and the feed-forward each add to the residual stream (Gemma 2);
-    None: the output is not normalized."""
+    """The kind of norm of the two outputs that the mixer and the feed-forward add to the residual stream
+    (Gemma 2); None: these outputs are not normalized."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,9 @@ class Attention:
     qk_norm_last: bool = False
     """True if queries and keys are normalized after the rotation (Hunyuan), False if before it."""
     clip: float | None = None
-    """Limit to which queries, keys and values are clipped, -clip .. clip, before the rotation and after norms
-    that precede it (OLMo, OLMoE); None: they are not clipped.
-    """
+    """Limit to which queries, keys and values are clipped, -clip .. clip, before the rotation (OLMo, OLMoE);
+    None: they are not clipped. Queries and keys are normalized before they are clipped, unless
+    `qk_norm_last`."""
     alibi: Alibi | None = None
     sinks: bool = False
     """True if each head has an attention sink: one more score, which is a parameter, takes part in the
@@ -333,8 +334,8 @@ def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
 
 
 def cached_shape(layer: LayerSpec) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the arrays that a layer caches for each token, such as (2, kv_heads, head_dim)
-    for its key and value; () if it caches nothing."""
+    """Returns a tuple of the shapes of the arrays that a layer caches for each token, such as ((2, kv_heads,
+    head_dim),) for one array of its key and value; () if it caches nothing."""
     shapes = (entry.cached(block) for entry, block in blocks(layer))
     return tuple(shape for shape in shapes if shape)
 
@@ -368,8 +369,8 @@ def rope_faults(rope: Rope) -> list[str]:
 
 
 def positive(numbers: Sequence[float]) -> list[str]:
-    """Returns a list with one error message if any of a model's `numbers`, such as scales or the epsilon of a
-    norm, is not finite or not above 0; otherwise []."""
+    """Returns a list with one error message, which does not name the number, if any of a model's `numbers`,
+    such as scales or the epsilon of a norm, is not finite or not above 0; otherwise []."""
     if all(math.isfinite(number) and number > 0 for number in numbers):
         return []
     return ["frequencies, scales, caps and the norm's epsilon must be finite and above 0"]

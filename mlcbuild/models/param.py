@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
-"""Name of an activation function. gelu is the exact one, by erf; relu2 is max(x, 0)^2. xielu (Huang and
-Schlag, 2024) has four scalar parameters in each layer, in the order alpha_p, alpha_n, beta, eps: with a =
-softplus(alpha_p) and b = beta + softplus(alpha_n), it is a x^2 + beta x above 0, else b (exp(min(x, eps)) - 1
-- x) + beta x.
-"""
+"""Name of an activation function. gelu_tanh is gelu by its approximation with tanh, gelu the exact one, by
+erf; relu2 is max(x, 0)^2. xielu (Huang and Schlag, 2024) has four scalar parameters in each layer, in the
+order alpha_p, alpha_n, beta, eps: with a = softplus(alpha_p) and b = beta + softplus(alpha_n), it is a x^2 +
+beta x above 0, else b (exp(min(x, eps)) - 1 - x) + beta x."""
 Stored = Literal["scheme", "plain", "float32"]
 """How a parameter is stored. scheme: in the format of the quantization scheme, which packs matrices. plain:
 without quantization, in the scheme's floating point type. float32: in float32 in every scheme."""

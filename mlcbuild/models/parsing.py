@@ -1,7 +1,7 @@
 """Reads config.json of a checkpoint into a ModelConfig, and names the checkpoint's tensors.
 
-A family is one file below families/, loaded by its model_type. No import statement names it, so the key of a
-step holds the source of the families that the step lists in `Step.code`, and of no other.
+A model family is one file below families/, imported by its model_type. No import statement names it, so the
+cache key of a build step contains the source of those families only whose modules its `Step.code` lists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def family_module(name: str) -> str:
 
 
 def load_family(name: str) -> Family:
-    """Imports and returns the family of a model_type, which must be in `family_names`."""
+    """Imports and returns the family of a model_type. If the name is not in `family_names`, raises
+    ModuleNotFoundError."""
     family: Family = import_module(family_module(name)).FAMILY
     return family
 
@@ -82,9 +83,10 @@ def _model(fields: Fields, family: Family) -> ModelConfig:
 
 
 def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
-    """Returns the text model, under `text_config`, of a config.json that describes a model with several
-    parts, such as a vision tower, which are ignored; its family is the outer one. fields: reads config.json
-    and collects problems. Returns None, with a problem added, if there is no supported text model."""
+    """Returns the ModelConfig of the text model, under `text_config`, of a config.json that describes a model
+    with several parts, such as a vision tower, which are ignored; its family is the outer one. fields: reads
+    config.json and collects a problem for each wrong field. Returns None, with a problem added, if there is
+    no supported text model."""
     _check_code(fields, family)
     inner_values = fields.get("text_config")
     if not isinstance(inner_values, Mapping):
@@ -115,9 +117,9 @@ def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:
-    """Returns parameter name -> the checkpoint's tensors that make it up, and a pattern for the tensors to
-    ignore, as the model's family, which must exist, defines them. Raises CheckpointError if the family names
-    a wrong number of tensors for a parameter."""
+    """Returns parameter name -> the checkpoint's tensors that make it up, and a regular expression for the
+    tensors to ignore, as the model's family, which must exist, defines them. Raises CheckpointError if the
+    family names a wrong number of tensors for a parameter."""
     family = load_family(config.family)
     unused = family.tensors.unused.replace("{layers}", str(len(config.layers)))
     return TensorNames(sources_of(family, config), unused)
@@ -196,7 +198,8 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 def _check_code(fields: Fields, family: Family) -> None:
     """Adds a problem to `fields`, the reader of config.json, if the field `architectures` names other classes
-    than the one of `family`, or if `auto_map` names code in the checkpoint, unless the family allows that."""
+    than the one of `family`, and another if `auto_map` names code in the checkpoint, unless
+    `family.remote_code` allows this."""
     listed = fields.get("architectures")
     if listed not in (None, ABSENT, []) and not _names_class(listed, family.architecture):
         fields.problem("architectures", f'must be ["{family.architecture}"], found {show(listed)}')
@@ -210,9 +213,9 @@ def _check_code(fields: Fields, family: Family) -> None:
 
 
 def _names_class(listed: object, name: str) -> bool:
-    """Returns True if `listed`, a value from config.json, is a list with one class name that equals `name` up
-    to case and underscores: published checkpoints also have the names of their own code, such as
-    PhiMoEForCausalLM and Ernie4_5_ForCausalLM."""
+    """Returns True if `listed`, the field `architectures` of config.json, is a list with one class name that
+    equals `name` up to case and underscores: published checkpoints also have the names of their own code,
+    such as PhiMoEForCausalLM and Ernie4_5_ForCausalLM."""
     if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], str):
         return False
     return listed[0].replace("_", "").lower() == name.replace("_", "").lower()

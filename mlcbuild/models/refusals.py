@@ -1,4 +1,5 @@
-"""Lists model types that are not supported, and the kind of layer that each of them needs."""
+"""Lists model types that are not supported with the kind of layer that each of them needs, and fields of
+config.json that show such a need."""
 
 from __future__ import annotations
 
@@ -43,9 +44,8 @@ NEEDED: Mapping[str, str] = {
 words for messages."""
 
 CODE_ALONE = ("internlm2", "minicpm")
-"""Model types that only the code in their checkpoints defines: transformers has no implementation to compare
-with.
-"""
+"""Model types that are refused because only the code in their checkpoints defines them: transformers has no
+implementation to compare with."""
 SIGNS: Mapping[str, str] = {
     **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_state", "ssm_state_size", "state_size"), _STATE),
     **dict.fromkeys(("linear_attention", "mamba", "recurrent", "time_step_rank"), _STATE),
@@ -61,7 +61,8 @@ layer that it indicates, in words for messages."""
 
 def refusal(name: str, values: Mapping[str, object], families: tuple[str, ...]) -> str:
     """Returns the reason why a model_type that is not in `families` cannot be built, such as "it needs ...,
-    which mlcbuild cannot compute". name: the model_type; values: the fields of config.json."""
+    which mlcbuild cannot compute"; for an unknown one without signs of such a layer, "supported: " and the
+    names in `families`. name: the model_type; values: the fields of config.json."""
     if name in NEEDED:
         return f"it needs {NEEDED[name]}, which mlcbuild cannot compute"
     if name in CODE_ALONE:

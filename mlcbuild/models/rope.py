@@ -54,7 +54,8 @@ class RopeRules:
     None: that of the other layers."""
     extensions: tuple[Extension, ...] = ()
     """The optional features of config.json's rope object that the checkpoints of a model family may use: any
-    of "alpha", "mscale" and "beta". The fields of features that are not listed are refused."""
+    of those that `Extension` describes, "alpha" (a larger theta), "mscale" (LongRoPE's attention factors) and
+    "beta" (a scale of queries by position). The fields of features that are not listed are refused."""
     ignored: tuple[str, ...] = ()
     """Names of fields in the rope object of config.json (rope_scaling or rope_parameters) that do not change
     results for text."""
@@ -143,9 +144,10 @@ def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
 
 
 def _local(fields: Fields, setting: _Setting) -> _Setting:
-    """Returns the fields of config.json outside its rope object as they apply to layers with an attention
-    window. If the model family has a rotary embedding of their own with a theta of its own,
-    rope_local_base_freq or else that theta replaces rope_theta; otherwise `setting` is returned."""
+    """Returns `setting`, the fields of config.json outside its rope object, as they apply to layers with an
+    attention window. If the model family has a rotary embedding of its own for these layers, with another
+    default of theta (`local_theta`), rope_theta is replaced by rope_local_base_freq or, if config.json lacks
+    it, by this default; otherwise `setting` is returned unchanged."""
     name = "rope_local_base_freq"
     default = setting.rules.local_theta
     if not setting.rules.by_kind:
@@ -210,8 +212,9 @@ def _resolve(inner: Fields, setting: _Setting) -> Rope:
 
 
 def _type(inner: Fields, rules: RopeRules) -> str | None:
-    """Returns the type of frequency scaling, such as "llama3", that the rope object of config.json (`inner`)
-    names; None if it is not supported, with a problem recorded."""
+    """Returns the type of frequency scaling that the rope object of config.json (`inner`) names, such as
+    "llama3"; "default", no scaling, if it names none. None if the type is not supported, with a problem
+    recorded. "dynamic" is "alpha" if the object has this field and the model family uses it."""
     aliases = rules.aliases or {}
     named = {}
     for name in ("rope_type", "type"):
@@ -243,8 +246,8 @@ def _type(inner: Fields, rules: RopeRules) -> str | None:
 
 def _base(inner: Fields, setting: _Setting) -> _Base | None:
     """Returns the values that every type of rotary embedding has: rotated dimensions, theta, and the contexts
-    of the model and of its training in tokens. inner: the rope object of config.json. Returns None, with a
-    problem recorded, if no valid number of dimensions is stated."""
+    of the model and of its training in tokens. inner: the rope object of config.json, which collects a
+    problem for each wrong field. Returns None if the number of rotated dimensions is odd or below 2."""
     theta = _agreed(inner, "rope_theta", setting.theta, 1e12)
     partial = _agreed(inner, "partial_rotary_factor", setting.partial, 1.0)
     share = (setting.rules.partial or 1.0) if partial is None else partial
@@ -267,7 +270,8 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
 def _agreed(inner: Fields, name: str, outer: float | None, high: float) -> float | None:
     """Returns the number that a field of config.json states: in the rope object (`inner`), beside it
     (`outer`, its value there or None), or in both; None if in neither. If the two differ, a problem is added
-    to `inner`, and the value in the rope object is returned. high: maximum of a valid number."""
+    to `inner`, and the value in the rope object is returned. high: maximum of a valid number; a wrong one in
+    the rope object adds a problem, and `high` is returned."""
     low = 1.0 if name == "rope_theta" else 0.0
     if not inner.has(name):
         inner.get(name)

@@ -21,7 +21,8 @@ def default(theta: float, dim: int) -> tuple[float, ...]:
 
 
 def linear(inv_freq: Sequence[float], factor: float) -> tuple[float, ...]:
-    """Returns inverse frequencies divided by `factor`: position interpolation (Chen et al., 2023)."""
+    """Returns the unscaled inverse frequencies `inv_freq` divided by `factor`: position interpolation (Chen
+    et al., 2023)."""
     return tuple(f32(value / f32(factor)) for value in inv_freq)
 
 
@@ -66,9 +67,10 @@ class Yarn:
 
 
 def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
-    """Returns the dim / 2 inverse frequencies of a rotary embedding scaled by YaRN (Peng et al., 2023): from
-    the first to the last they change gradually from unscaled ones to ones divided by the factor. theta: base
-    of the unscaled frequencies; scaling: the factor and the limits of the change."""
+    """Returns the dim / 2 inverse frequencies of a rotary embedding scaled by YaRN (Peng et al., 2023). Those
+    with more than beta_fast turns in the original context are not scaled, those with fewer than beta_slow are
+    divided by the factor, and between them one changes gradually into the other. theta: base of the unscaled
+    frequencies; scaling: the factor and the limits, as config.json states them."""
 
     def dimension(turns: float) -> float:
         """Returns the index of an inverse frequency, as a real number, with which a pair of dimensions makes

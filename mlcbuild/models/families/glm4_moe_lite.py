@@ -30,7 +30,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 def _sparse(fields: Fields, count: int) -> tuple[bool, ...]:
     """Returns for each of `count` layers True if it has experts and False if its feed-forward is dense,
     according to mlp_layer_types in config.json or, if that is absent, first_k_dense_replace. A wrong
-    mlp_layer_types adds an error message to `fields`, the reader of config.json, and does not count."""
+    mlp_layer_types adds an error message to `fields`, the reader of config.json, and counts as absent."""
     default, kinds = layers_after(fields, count, 1), fields.get("mlp_layer_types")
     if kinds in (None, ABSENT):
         return default

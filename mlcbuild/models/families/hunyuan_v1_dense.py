@@ -18,13 +18,14 @@ _ALONE = {
     "use_qk_norm": (True,),
     "use_rotary_pos_emb": (True,),
 }
-"""Field of config.json that transformers ignores -> values that agree with its results; others are errors."""
+"""Field of Hunyuan's config.json that transformers ignores -> values that agree with what it computes; any
+other value adds an error message."""
 
 
 def read(fields: Fields, common: Common) -> ModelConfig:
-    """Returns the model that a config.json of the family Hunyuan describes, with dense feed-forwards. fields:
-    the reader of config.json, which collects error messages; common: what the fields that all families share
-    describe."""
+    """Returns the model that Hunyuan's config.json describes, with a dense feed-forward in each layer, which
+    the family with experts then replaces. fields: the reader of config.json, which collects error messages;
+    common: what the fields that all families share describe."""
     has_bias = fields.flag("attention_bias", False)
     layer = common.layer(qkv_bias=has_bias, output_bias=has_bias, qk_norm=common.norm, qk_norm_last=True)
     fields.ignore(

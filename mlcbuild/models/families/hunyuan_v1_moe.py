@@ -21,7 +21,8 @@ _ALONE = {
     "moe_layer_num_skipped": (0,),
     "routed_scaling_factor": (1.0,),
 }
-"""Field of config.json that transformers ignores -> values that agree with its results; others are errors."""
+"""Field of Hunyuan's config.json that transformers ignores -> values that agree with what it computes; any
+other value adds an error message."""
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:

@@ -1,6 +1,5 @@
-"""The model family MiniMax-M2: norms over all query and key heads, and experts that are chosen by sigmoid
-scores plus a correction.
-"""
+"""The model family MiniMax-M2: one norm spans all query heads, another all key heads; experts are chosen by
+sigmoid scores plus a correction."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The model family Ministral: Mistral, with an attention window in the layers that layer_types in config.json
-lists, or in all."""
+"""The model family Ministral: Mistral with an attention window in those layers that layer_types in
+config.json lists as sliding_attention, or in all if it is absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model family Mistral: Llama without biases, with one attention window for all layers."""
+"""The model family Mistral: Llama without biases, with one attention window for all layers or with none."""
 
 from __future__ import annotations
 

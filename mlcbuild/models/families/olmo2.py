@@ -1,5 +1,5 @@
-"""The model family OLMo 2: attention and feed-forward of a layer each have a norm after them only, and
-queries and keys are normalized over all heads together."""
+"""The model family OLMo 2: attention and feed-forward of a layer each have a norm after them only; one norm
+spans all query heads, another all key heads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The model family OLMo 3: OLMo 2 with attention windows in three of four layers, whose rotary embedding is
-not scaled."""
+"""The model family OLMo 3: OLMo 2 with an attention window in three of four layers. The rotary embedding of
+the layers with a window is not scaled."""
 
 from __future__ import annotations
 

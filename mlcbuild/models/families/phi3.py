@@ -1,5 +1,5 @@
-"""The model family Phi-3, Phi-3.5 and Phi-4 (dense, text): fused projections, LongRoPE, partly rotated
-heads."""
+"""The model family Phi-3, Phi-3.5 and Phi-4 (dense, text): fused projections; some models have LongRoPE and
+partly rotated heads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The model family Qwen2 with experts: a gated feed-forward that every token uses beside its experts; lower
-layers may have an attention window.
-"""
+"""The model family Qwen2 with experts: a gated feed-forward that every token uses beside its experts; every
+second of the lower layers may have an attention window."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 def _windows(fields: Fields, count: int) -> tuple[int | None, ...]:
     """Returns one attention window, in tokens, for each of `count` layers; None: no window. If
     use_sliding_window is set in config.json, layers 0, 2, 4 and so on below max_window_layers (28 if absent)
-    have one of sliding_window (4096) tokens, unless layer_types lists others. A wrong field adds an error
-    message to `fields`."""
+    have one of sliding_window (4096) tokens or, if layer_types is present, the layers that it lists. A wrong
+    field adds an error message to `fields`; the result must then not be used."""
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):

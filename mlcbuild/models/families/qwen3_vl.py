@@ -1,6 +1,5 @@
-"""The model family Qwen3-VL: Qwen3 beside a vision tower. In text, the three position numbers of its rotary
-embedding are equal.
-"""
+"""The model family Qwen3-VL: Qwen3 beside a vision tower; only the text model is built. In text, the three
+position numbers of its rotary embedding are equal."""
 
 from __future__ import annotations
 

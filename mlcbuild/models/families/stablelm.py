@@ -1,6 +1,5 @@
 """The model family of StableLM 2 and StableLM 3B: LayerNorm, partly rotated heads; some models have parallel
-residual connections and norms of each head.
-"""
+residual connections with one norm, and a separate norm for each query and key head."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The model family StarCoder2: LayerNorm and a feed-forward without gate with biases, and one attention
-window for all layers."""
+"""The model family StarCoder2: LayerNorm, a feed-forward without a gate, biases in all matrix products of a
+layer, and one attention window for all layers or none."""
 
 from __future__ import annotations
 
