@@ -33,8 +33,8 @@ class Check:
 
 def checks(store: Path | None = None) -> list[Check]:
     """Checks Python, cores and memory, processor, compiler, linker, target presets and store of this machine,
-    and returns a result for each, in the order in which they are printed. store: root of the artifact store;
-    None: the user's default store."""
+    and returns a result for each, in the order in which they are printed. A failed check is such a result,
+    not an exception. store: root of the artifact store; None: the user's default store."""
     return [_attempt(name, check, store) for name, check in CHECKS.items()]
 
 

@@ -29,7 +29,8 @@ class Finished:
     pipeline: Pipeline
     store: Store
     records: Mapping[str, Record]
-    """Name of a step -> the step record of its result."""
+    """Name of a step -> its step record in the store, which lists the files of the step's result with their
+    digests."""
     signer: Signer | None = None
     """The key that signs provenance; None: provenance is not signed."""
 
@@ -55,8 +56,9 @@ def emit(run: Finished, product: Product) -> bool:
     was already there, byte for byte.
 
     The steps of the variant must have results. The manifest, bundle.json, is that of the step `verify` if
-    there is one. Raises UsageError when the output holds files of the user, StoreError when the store is
-    damaged, MlcbuildError when the output cannot be written; an older output is then unchanged.
+    there is one, else that of the bundle step. Raises UsageError when the output holds files of the user,
+    StoreError when the store is damaged, MlcbuildError when the output cannot be written; an older output is
+    then unchanged.
     """
     graph, store = run.pipeline.graph, run.store
     bundle_record = run.records[graph.resolve(product.bundle)]
@@ -95,7 +97,7 @@ def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:
 
 def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
     """Yields an SLSA resource descriptor (name, uri, SHA-256 digest) for each file that the steps `fetches`
-    downloaded from a hub, by step and file name."""
+    downloaded from a hub, in the order of these steps, and of the file names in each."""
     for step in fetches:
         files = cast("dict[str, dict[str, Json]]", step.params["files"])
         for name, pinned in sorted(files.items()):

@@ -18,8 +18,8 @@ mlcbuild_format.errors.
 
 Errors for one purpose, such as UnreachableError of SourceError, stand beside the code that raises them. A
 message is complete by itself: where, which rule, what was found, what to do. The command line prints it, and
-that of a ServingError, without a traceback. Any other exception that escapes is a defect of mlcbuild and is
-reported as one.
+that of a ServingError, without a traceback. Any other exception that escapes is reported as a defect of
+mlcbuild, unless a disk is full or a path cannot be used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from typing import ClassVar, Self
 
 
 class MlcbuildError(Exception):
-    """Base class of all errors. `exit_code` is the exit code of the command line."""
+    """Base class of all errors that mlcbuild raises on purpose. `exit_code` is the exit code of the command
+    line, 1 unless a subclass sets another."""
 
     exit_code: ClassVar[int] = 1
 
@@ -68,8 +69,8 @@ class InputError(UsageError):
 
 
 MOST_PROBLEMS = 1000
-"""Maximum number of problems that are listed for one file. A file with more was written by a program, and one
-mistake explains most of them."""
+"""Maximum number of problems that are listed for one file (1000). A file with more was written by a program,
+and one mistake explains most of them."""
 
 
 class Problems(list[Problem]):
@@ -116,8 +117,8 @@ class CompileError(StepError):
 
 class VerificationError(StepError):
     figures: Mapping[str, float] = MappingProxyType({})
-    """Name of a figure that the verification measured, such as "kl_mean" -> value; empty if the bundle could
-    not be run, or if another machine of a cluster verified it."""
+    """Measurements of the verification that failed with this error: name of a figure, such as "kl_mean" ->
+    value. Empty if the bundle could not be run, or if another machine of a cluster verified it."""
 
 
 class ProvenanceError(MlcbuildError):
@@ -146,14 +147,15 @@ class SetupError(MlcbuildError):
 
 
 _LISTED = 30
-"""Maximum number of valid names that an error message lists, enough for all presets and schemes."""
+"""Maximum number of valid names that an error message lists (30), enough for all target presets and
+quantization schemes."""
 _COMPARED = 500
 """Maximum number of valid names with which an unknown name is compared to suggest a similar one, which takes
 up to 2 ms.
 """
 _LONGEST = 100
-"""Maximum number of characters of a name for which similar names are searched, since that time grows with the
-square of the length."""
+"""Maximum number of characters of a name (100) for which similar names are searched, since that time grows
+with the square of the length."""
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
@@ -188,7 +190,8 @@ def close_names(word: str, valid: Iterable[str]) -> list[str]:
 
 
 LONGEST_MESSAGE = 2000
-"""Maximum number of characters of one problem in an error message; the middle of a longer one is left out."""
+"""Maximum number of characters (2000) of one problem in an error message, its place included; the middle of a
+longer one is left out."""
 
 
 def shortened(text: str) -> str:
@@ -200,15 +203,16 @@ def shortened(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Returns a text as one line: every character that is not printable, such as a newline, is written as an
-    escape sequence of Python, such as \\n."""
+    escape sequence of Python, such as \\n. Backslashes stay as they are."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def safe_lines(text: str) -> str:
-    """Returns a text with the same lines in which every character that is not printable is written as an
-    escape sequence, since printed text may quote untrusted input. Tabs become spaces."""
+    """Returns a text with the same lines in which every other character that is not printable is written as
+    an escape sequence of Python, since printed text may quote untrusted input. Tabs become spaces, up to the
+    next multiple of 8 columns."""
     return text if text.isprintable() else "\n".join(map(one_line, text.expandtabs().split("\n")))
 
 

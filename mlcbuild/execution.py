@@ -15,16 +15,18 @@ class Execution:
     """Options for running steps: where they run, and with how many cores and how much memory."""
 
     jobs: int = 0
-    """Number of cores that all running steps share; 0: all cores of this machine, or of the cluster."""
+    """Number of logical CPUs that all running steps share; 0: all that this process may use, or all of the
+    cluster."""
     memory: int = 0
-    """Bytes of memory that all running steps share; 0: nine tenths of this machine's memory, or what the
-    cluster's workers have."""
+    """Bytes of memory that all running steps share; 0: nine tenths of this machine's or container's memory,
+    or what the cluster's workers have."""
     keep_going: bool = False
-    """True if a run continues after a failed step with the steps that do not need its result."""
+    """True if a run continues after a failed step with the steps that do not need its result; False if no
+    further step is started."""
     executor: str = "processes"
-    """Where steps run. "processes": in worker processes; "dask://HOST:PORT": on a cluster; "inline": in this
-    process, for debugging, where a step's output is written to its log by redirecting descriptors 1 and 2 of
-    the whole process."""
+    """Where steps run. "processes": in worker processes of this machine; "dask://HOST:PORT": on a cluster;
+    "inline": in this process, for debugging, where a step's output is written to its log by redirecting
+    descriptors 1 and 2 of the whole process."""
     tls: str | None = None
     """Directory with ca.pem, cert.pem and key.pem, for encrypted connections to a cluster; None: they are
     not encrypted.
@@ -41,7 +43,8 @@ HERE = Execution()
 def options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:
     """Converts a caller's options for running steps into those of the build engine. force: names or globs of
     steps to run even if the store has their results; outputs: names or globs of steps whose files must be on
-    this machine at the end. Raises UsageError for an unknown executor or a malformed address of a cluster."""
+    this machine at the end, () for the steps that no other step reads. Raises UsageError for an unknown
+    executor or a malformed address of a cluster."""
     from mlcbuild.build.cluster import SCHEME, address
 
     name = {"processes": "pool"}.get(execution.executor, execution.executor)

@@ -38,8 +38,8 @@ class Signer:
 
 
 def is_public(text: str) -> bool:
-    """Returns True if a text is an ed25519 public key as mlcbuild writes it: "ed25519:" and 43 characters of
-    URL-safe base64 for 32 bytes."""
+    """Returns True if a text has the form in which mlcbuild writes an ed25519 public key: "ed25519:" and 43
+    characters of URL-safe base64 for 32 bytes, whatever these are."""
     return bool(_PUBLIC.fullmatch(text)) and len(_decoded(text)) == 32
 
 
@@ -59,8 +59,9 @@ def is_right(public: str, signature: bytes, message: bytes) -> bool:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Returns the path of the file with the user's signing key: $MLCBUILD_KEY as an absolute path, or by
-    default mlcbuild/key.pem in the user's configuration directory on this system. The file need not exist."""
+    """Returns the path of the file with the user's signing key: $MLCBUILD_KEY as an absolute path or, if it
+    is not set, mlcbuild/key.pem in the user's configuration directory on this system. The file need not
+    exist. environ: name of an environment variable -> value."""
     if chosen := environ.get("MLCBUILD_KEY"):
         return _expanded(chosen).absolute()
     if sys.platform == "darwin":
@@ -74,8 +75,8 @@ def _expanded(path: str) -> Path:
 
 
 def create(path: Path) -> Signer:
-    """Creates a signing key in a new file that only its owner can read, with missing directories, and returns
-    the key. Raises UsageError if the file exists, which is not changed, or cannot be written."""
+    """Creates a signing key in a new file that only its owner can read and write, with missing directories,
+    and returns the key. Raises UsageError if the file exists, which is not changed, or cannot be written."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 

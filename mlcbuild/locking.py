@@ -23,7 +23,8 @@ class LockedSource:
     commit: str
     files: int
     before: str | None
-    """The commit at which the model or adapter was pinned before; None if it was not pinned."""
+    """The commit in the lock file that `mlcbuild lock` read before it pinned this model or adapter, perhaps
+    the same one; None if that file did not pin it, or did not exist."""
 
 
 def read_recipe(
@@ -39,8 +40,8 @@ def read_lock(recipe: Recipe) -> Lock:
     """Reads the lock file of a recipe, and checks that it pins every model and adapter on a hub; returns an
     empty lock if all are local.
 
-    Raises UsageError that names all models and adapters that are not pinned yet, InputError for an invalid
-    lock file.
+    Raises UsageError that names all models and adapters that are not pinned yet, also if there is no lock
+    file, and InputError for an invalid lock file.
     """
     sources = hub_sources(recipe)
     if not sources:
@@ -59,8 +60,8 @@ def check(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Variant, ...]:
     """Checks a recipe, its local models and its lock file, and returns the variants, the combinations of
-    model, quantization scheme and target to build. settings: variable name -> value for the recipe's vars;
-    allow_outside: True if paths may leave the project.
+    model, quantization scheme and target to build. settings: variable name -> value, as text, for the
+    recipe's vars; allow_outside: True if paths may leave the project.
 
     Raises InputError with all problems of the recipe or, if it has none, of what its variants require of
     local models or, if there are none, of the lock file. Models on a hub need not be pinned in the lock file
@@ -76,14 +77,14 @@ def check(
 def lock(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Path, tuple[LockedSource, ...], bool]:
-    """Pins every model and adapter on a hub that a recipe names at the commit that its branch or tag has now.
-    settings: variable name -> value for the recipe's vars; allow_outside: True if paths may leave the
-    project.
+    """Pins every model and adapter on a hub that a recipe names at the commit that its branch or tag has now;
+    pins of others are removed from the lock file. settings: variable name -> value for the recipe's vars;
+    allow_outside: True if paths may leave the project.
 
-    Returns (path of the lock file, what was pinned, sorted by name, True if the file was written). It is not
-    written if it is up to date, or if there is none and nothing to pin. Raises InputError for an invalid
-    recipe or lock file, SourceError with a message for each repository that cannot be read (nothing is
-    written then), UsageError if the lock file cannot be written.
+    Returns (path of the lock file, everything that is pinned now, sorted by name, True if the file was
+    written). It is not written if it is up to date, or if there is none and nothing to pin. Raises InputError
+    for an invalid recipe or lock file, SourceError with a message for each repository that cannot be read
+    (nothing is written then), UsageError if the lock file cannot be written.
     """
     read = load(Path(recipe), settings, allow_outside)
     sources = hub_sources(read)
@@ -106,8 +107,8 @@ def moved(
 
     Returns (path of the lock file, source -> (pinned commit, current commit) for each branch or tag that has
     moved); sources that the recipe names by commit are not queried. Raises InputError for an invalid recipe
-    or lock file, UsageError if the lock file lacks a source of the recipe, SourceError if the hub refuses or
-    cannot be reached.
+    or lock file, UsageError if the lock file lacks a source of the recipe or does not exist (a recipe without
+    sources on a hub needs none), SourceError if the hub refuses or cannot be reached.
     """
     read = load(Path(recipe), settings, allow_outside)
     if not hub_sources(read) and not read.lock.exists():

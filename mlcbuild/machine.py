@@ -12,7 +12,8 @@ from mlcbuild_format import memory as memory_of_machine
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Returns the number of logical CPUs on which this process may run, by its CPU affinity on Linux, all of
+    the machine elsewhere. A CPU quota of a container is not considered."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -25,8 +26,8 @@ def memory() -> int:
 
 
 def kind() -> str:
-    """Returns the processor of this machine and the number of cores that this process may use, such as "Some
-    Processor, 8 cores". Machines with equal text count as equally fast."""
+    """Returns the processor of this machine and the number of logical CPUs that this process may use, such as
+    "Some Processor, 8 cores". Machines with equal text count as equally fast."""
     return f"{_processor()}, {cores()} cores"
 
 

@@ -10,7 +10,8 @@ from importlib import metadata
 from mlcbuild.errors import SetupError
 
 LLVM = "22"
-"""Major version of the LLVM inside TVM's wheel; `check` compares it with that of the installed wheel."""
+"""Major version of the LLVM inside TVM's wheel, as text; `check` raises SetupError if the installed wheel has
+another one."""
 
 
 @cache

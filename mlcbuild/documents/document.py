@@ -26,14 +26,13 @@ from mlcbuild_format import regular
 from mlcbuild.errors import InputError, Problem, Problems
 
 MAX_BYTES = 4 << 20
-"""Maximum size of a YAML file in bytes. A recipe of 60,000 models with different sources has three
-million.
-"""
+"""Maximum size of a YAML file in bytes (4 MiB); a larger one is refused. A recipe of 60,000 models with
+different sources has three million."""
 MAX_DEPTH = 32
 _TOO_DEEP = f"this is nested more than {MAX_DEPTH} levels deep"
 MAX_DIGITS = 18
-"""Maximum number of digits of an integer in a YAML file, so that each fits into 64 bits; a longer one is read
-as text."""
+"""Maximum number of digits of an integer in a YAML file (18), so that each fits into 64 bits; a longer one is
+read as text."""
 
 Scalar: TypeAlias = bool | int | float | str | None
 Data: TypeAlias = Scalar | list["Data"] | dict[str, "Data"]
@@ -48,18 +47,18 @@ _WORDS: Mapping[str, bool | None] = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 _CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
-"""Matches a character that a YAML file may not contain: a control character other than tab and line break, a
+"""Matches a character that a YAML file may not contain: a control character other than tab, LF and CR, a
 surrogate, U+FFFE, U+FFFF, or a byte order mark (one at the beginning of a file is removed before). U+0085,
 U+2028 and U+2029 are among them, because YAML 1.1 reads them as line breaks and YAML 1.2 does not."""
 _ODD_SPACE = "[\xa0\u1680\u180e\u2000-\u200b\u202f\u205f\u2060\u3000]"
 _MISTAKEN = re.compile(rf"(?:^ *|:)(?P<a>{_ODD_SPACE})|(?P<b>{_ODD_SPACE}) *(?:#|$)", re.MULTILINE)
-"""Matches a character that is mistaken for a space where YAML requires one: at a line's beginning, after ':',
-or before a comment or a line's end."""
+"""Matches, as group `a` or `b`, a character that is mistaken for a space where YAML requires one: at a line's
+beginning, after ':', or before a comment or a line's end."""
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A position in a file. `line` and `column` count from 1."""
+    """A position in a file. `line` and `column` count from 1, columns in characters."""
 
     file: str
     line: int
@@ -119,9 +118,9 @@ class Document:
 
 def read(path: Path) -> Document:
     """Reads a YAML file, and returns its data with their positions. Raises InputError with all problems up to
-    the point where reading ends if it cannot be read, is larger than 4 MiB, empty or malformed, or holds an
-    alias, a merge key, or a list or mapping as a key; other problems, such as a duplicate key, are in the
-    result."""
+    the point where reading ends if it cannot be read, is larger than 4 MiB, empty, malformed or nested too
+    deeply, or holds an alias, a merge key, or a list or mapping as a key; other problems, such as a duplicate
+    key, are in the result."""
     try:
         data = regular.read(path, MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -135,8 +134,8 @@ def read(path: Path) -> Document:
 def parse(data: bytes, file: str) -> Document:
     """Parses the bytes of a YAML file and returns its data with their positions. file: its name, for
     messages. Raises InputError with all problems up to the point where reading ends if they are more than 4
-    MiB, empty or malformed, or hold an alias, a merge key, or a list or mapping as a key; other problems,
-    such as a duplicate key, are in the result."""
+    MiB, empty, malformed or nested too deeply, or hold an alias, a merge key, or a list or mapping as a key;
+    other problems, such as a duplicate key, are in the result."""
     if len(data) > MAX_BYTES:
         raise InputError([_too_large(file)])
     builder = _Builder(file)
@@ -164,9 +163,9 @@ def _too_large(file: str) -> Problem:
 
 
 def scalar(text: str) -> Scalar:
-    """Returns the value of an unquoted YAML scalar, which is text unless all versions of YAML agree on
-    another type. An integer of more than 18 digits, or a number that is infinite as a float, is text too; ""
-    and "~" are None."""
+    """Returns the value of an unquoted YAML scalar: true, false, null (also True, TRUE and so on), None for
+    "" and "~", or a decimal number; anything else is text, such as yes, 012 and 1_000. An integer of more
+    than 18 digits, or a number that is infinite as a float, is text too."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -245,9 +244,8 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
 
 
 def _odd_space(text: str) -> tuple[int, str] | None:
-    """Returns (offset, error message) for the first character that is mistaken for a space where YAML
-    requires one; None if there is none.
-    """
+    """Returns (offset in characters from the beginning of `text`, error message) for the first character that
+    is mistaken for a space where YAML requires one; None if there is none."""
     match = _MISTAKEN.search(text)
     if match is None:
         return None
@@ -257,8 +255,8 @@ def _odd_space(text: str) -> tuple[int, str] | None:
 
 def _cuts_text(written: str, column: int) -> bool:
     """Returns True if a YAML syntax error is probably due to a brace or bracket in an unquoted text, which
-    ends such a text early. `written` is the line of the error and `column` its offset there; the brace or
-    bracket must stand at this offset, or be the last character before it that is not a space."""
+    ends such a text early. `written` is the line of the error and `column` its offset there, from 0; the
+    brace or bracket must stand at this offset, or be the last character before it that is not a space."""
     brackets = ("{", "[", "}", "]")
     return written[column : column + 1] in brackets or written[:column].rstrip()[-1:] in brackets
 
@@ -293,9 +291,8 @@ class _Builder:
     texts: dict[Where, str] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
     lost: bool = False
-    """True if part of the YAML file's data is missing, so that further checks would report problems that do
-    not exist.
-    """
+    """True if part of the YAML file's data is missing: parsing then raises InputError, since further checks
+    would report problems that do not exist."""
     stack: list[_Frame] = field(default_factory=list)
 
     def take(self, event: yaml.Event) -> None:
@@ -367,7 +364,8 @@ class _Builder:
     def _put(self, value: Data, event: yaml.Event) -> Where:
         """Stores a value that the YAML parser has read in the mapping or list that is being built, or as the
         document's root, and returns the value's path, keys and list indices. The value of a repeated key is
-        dropped. event: the parser's event, for line and column."""
+        dropped; its path has a made-up key such as "name?1". event: the parser's event, for line and column.
+        """
         if not self.stack:
             self.root = value
             where: Where = ()

@@ -40,23 +40,22 @@ one that is meant."""
 
 @dataclass(frozen=True)
 class SchemaError:
-    """A violation of a JSON schema: the path (keys and indices) of the value in the document, and the error
-    message."""
+    """A violation of a JSON schema (a record, not an exception): the path (keys and indices) of the value in
+    the document, and the error message."""
 
     where: Where
     message: str
     on_key: bool = False
-    """True if the key of a mapping entry violates the schema; False if a value does, which is that of an
-    entry or an item of a list."""
+    """True if the violation concerns a key of a mapping, which is unknown, missing or malformed; False if it
+    concerns a value, be it of a mapping or of a list."""
     is_misspelt: bool = False
     """True if a required key is absent because it is misspelt. No message is shown then: the one about the
     unknown key stands for both."""
 
 
 def schema(name: Name) -> Schema:
-    """Returns the JSON schema for recipes or targets, as `mlcbuild schema <name>` prints it, without
-    external references.
-    """
+    """Returns the JSON schema for recipes or targets as a new dictionary, as `mlcbuild schema <name>` prints
+    it, without external references. name: "recipe" or "target"."""
     text = Path(__file__).parent.parent.joinpath("schema", f"{name}.schema.json").read_text(encoding="utf-8")
     document = cast(Schema, json.loads(text))
     definitions = document.get("$defs")
@@ -66,8 +65,8 @@ def schema(name: Name) -> Schema:
 
 
 def typed(document: Document, name: Name) -> Document:
-    """Returns a document in which every number or boolean that must be text according to the schema is
-    replaced by its text.
+    """Returns a new document in which every number or boolean that must be text according to the JSON schema
+    `name` ("recipe" or "target") is replaced by its text in the file, which `document.texts` holds.
 
     So a model may be called 7 or 1.10 or true without quotes: its name is the text as written.
     """
@@ -141,8 +140,8 @@ def _checker(name: Name) -> tuple[Schema, Validator]:
 
 
 def _references(root: Schema) -> Callable[..., Iterator[ValidationError]]:
-    """Returns the function that validates the keyword `$ref` in a JSON schema whose references are all
-    `#/...`.
+    """Returns a function that validates the keyword `$ref` in a JSON schema whose references are all `#/...`,
+    and that resolves each reference only once.
 
     jsonschema resolves a reference anew for each value, which takes a third of the time for thousands of
     models.
@@ -165,8 +164,8 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
     """Validates the JSON schema keyword `pattern`, and yields an error if the value is text in which the
-    pattern does not occur. A `$` in the pattern matches only at the end of the text, as in ECMAScript;
-    Python's also matches before a final newline."""
+    pattern does not occur. A `$` at the end of the pattern matches only at the end of the text, as in
+    ECMAScript; Python's also matches before a final newline."""
     from jsonschema.exceptions import ValidationError
 
     if isinstance(value, str) and not _expression(pattern).search(value):
@@ -174,8 +173,9 @@ def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[
 
 
 def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[ValidationError]:
-    """Validates the JSON schema keyword `uniqueItems` in linear time, and yields an error if two items of a
-    list are equal; 1 and 1.0 are different."""
+    """Validates the JSON schema keyword `uniqueItems` in linear time, and yields one error if items of a list
+    are equal. Their texts in Python are compared: 1 and 1.0 are different, as are mappings with another order
+    of keys."""
     from jsonschema.exceptions import ValidationError
 
     if isinstance(items, list) and len(items) > len({repr(item) for item in items}):
@@ -183,8 +183,9 @@ def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[Vali
 
 
 def _without_variables(rule: Data) -> Data:
-    """Returns a copy of a JSON schema that accepts no text "${name}" in place of a number. Such references to
-    variables are allowed only in a document whose variables have not been substituted yet."""
+    """Returns a copy of a JSON schema that accepts no text "${name}" in place of a number: the type
+    ["integer", "string"] or ["number", "string"] becomes the number alone, and its pattern is left out. Such
+    references to variables are allowed only in a document whose variables have not been substituted yet."""
     if isinstance(rule, list):
         return [_without_variables(item) for item in rule]
     if not isinstance(rule, dict):
@@ -217,9 +218,9 @@ def _definition(root: Schema, reference: str) -> Schema:
 
 
 def _child(rules: list[Schema], key: str | None) -> Schema:
-    """Returns the JSON schema of the value under `key` in a mapping or, if `key` is None, of a list's items;
-    {} if none is defined. rules: schemas that all apply to that mapping or list; the first with a definition
-    counts."""
+    """Returns the JSON schema of the value under `key` in a mapping, from `properties` or else
+    `additionalProperties`, or, if `key` is None, of a list's items; {} if none is defined. rules: schemas
+    that all apply to that mapping or list; the first with a definition counts."""
     for rule in rules:
         properties = rule.get("properties")
         child = rule.get("items") if key is None else None
@@ -297,7 +298,8 @@ def _demand(error: ValidationError, rule: Schema) -> str:
 
 def _purpose(rule: Schema, key: str) -> str:
     """Returns the first sentence of the description of a key in a JSON schema, such as ": the models to
-    build", to be appended to an error message; "" if the schema describes no keys."""
+    build", to be appended to an error message; "" if the schema has no `properties`. Raises KeyError if they
+    lack the key, or its description."""
     properties = rule.get("properties")
     if not isinstance(properties, dict):
         return ""

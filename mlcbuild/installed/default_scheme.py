@@ -25,11 +25,11 @@ for the KV cache and for other programs.
 _BYTES = {8: 1.07, 6: 0.83, 5: 0.71, 4: 0.58}
 """Bits of a quantized weight -> bytes of storage per weight, scales included."""
 _MARKS = {"F32": 32.0, "F16": 16.0, "Q8": 8.5, "Q6": 6.6, "Q3": 3.9, "Q2": 3.2}
-"""Text in the name of a GGUF file, in upper case -> bits of storage per weight, scales included. The first
-that occurs in the name counts."""
+"""Text in the name of a GGUF file, in upper case -> bits of storage per weight, scales included. The first of
+this table that occurs in the name counts."""
 _USUAL_BITS = 5.0
-"""Assumed bits per weight, scales included, of a GGUF file whose name states no type: most such files have
-types of 4 or 5 bits."""
+"""Bits per weight, scales included, that are assumed for a GGUF file whose name states no type: most such
+files have types of 4 or 5 bits."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def choose_scheme(words: str, count: int | None = None, memory: int | None = Non
     as fit into half of the memory. If the number of parameters is unknown, or nothing fits, it has 4 bits.
 
     words: triple, processor and features of the machine, separated by spaces. count: number of the model's
-    parameters; None if it is unknown. memory: bytes for weights and everything else; None: this machine's.
+    parameters; None if it is unknown. memory: bytes for weights and everything else; None: nine tenths of
+    this machine's.
     """
     by_bits = _schemes(words)
     four, eight = by_bits[4], by_bits[8]
@@ -70,8 +71,8 @@ def _schemes(words: str) -> dict[int, str]:
     and features of the machine, separated by spaces.
 
     int8 products need instructions that sum bytes: AVX2 and later, or Arm's dot product; other processors
-    multiply floats about as fast. Of the 4-bit schemes for int8 products, only the one with a single scale is
-    multiplied in tile registers.
+    multiply floats about as fast. With AMX the 4-bit scheme is q4a8_1 instead of q4a8_2, since only weights
+    with a single scale are multiplied in tile registers.
     """
     _, cpu, *features = words.split()
     if not (cpu in ("x86-64-v3", "x86-64-v4", "apple-m1") or "+dotprod" in features):

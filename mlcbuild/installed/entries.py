@@ -28,7 +28,8 @@ FORMAT = "mlcbuild-installed/1"
 DIRECTORY = "installed"
 _ENTRY = "installed.json"
 _LARGEST = 4 << 20
-"""Maximum size in bytes of installed.json, the description of an installed model."""
+"""Maximum size in bytes of installed.json, the description of an installed model; a larger one counts as
+damaged."""
 MANIFEST = "bundle.json"
 
 Stats = Mapping[str, tuple[int, int]]
@@ -90,7 +91,8 @@ class InstalledModel:
     def is_complete(self) -> bool:
         """Returns True if the bundle of this installed model exists, and the files of the local checkpoint
         from which it was built still have their sizes and mtimes, or the whole checkpoint is gone. Files that
-        were added to the checkpoint later are not noticed."""
+        were added to the checkpoint later are not noticed, nor changes of a model that came from an address.
+        """
         source = Path(self.source)
         return (self.bundle / MANIFEST).is_file() and (
             not os.access(source, os.F_OK)
@@ -135,8 +137,8 @@ def read(root: Path) -> tuple[InstalledModel, ...]:
 
 
 def _read_all(directory: Path) -> Iterator[tuple[float, InstalledModel]]:
-    """Yields (time of its last use, in seconds since 1970, installed model) for each model below `directory`
-    whose description is not damaged."""
+    """Yields (time of its last use, in seconds since 1970, installed model) for each model whose description
+    is not damaged, in no particular order. directory: `installed` in the root of a store."""
     for path in directory.glob(f"*/{_ENTRY}"):
         # A number such as 1e999 is infinite, and no integer: OverflowError.
         with suppress(
@@ -152,8 +154,8 @@ def _read_all(directory: Path) -> Iterator[tuple[float, InstalledModel]]:
 
 
 def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
-    """Returns the installed model whose name or source is `name`, the first of several. Raises UsageError,
-    which suggests a similar name or lists the installed models, if there is none."""
+    """Returns the first of `entries`, the installed models, whose name or source is `name`. Raises
+    UsageError, which suggests a similar name or lists the installed models, if there is none."""
     for entry in entries:
         if name in (entry.name, entry.source):
             return entry
@@ -176,9 +178,9 @@ def place(root: Path, source: str, scheme: str, target: str) -> Path:
 
 
 def slug(source: str) -> str:
-    """Returns a name for a model, made of the last component of its path or address: letters, digits, '.',
-    '_' and '-', at most 80; other characters become '-', and neither '.' nor '-' stands at an end. A revision
-    (@...), query (?...) and the ending .gguf are left out; "model" if nothing is left."""
+    """Returns a name for a model, made of the last component of its path or address: ASCII letters, digits,
+    '.', '_' and '-', at most 80; other characters in a row become one '-', and neither '.' nor '-' stands at
+    an end. A revision (@...), query (?...) and the ending .gguf are left out; "model" if nothing is left."""
     stem = source.partition("://")[2] or source
     stem = stem.partition("?")[0].partition("@")[0].rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     return re.sub("[^A-Za-z0-9._-]+", "-", stem)[:80].strip(".-") or "model"
@@ -199,9 +201,9 @@ def remove(entry: InstalledModel) -> None:
 
 
 def stats(source: Path) -> dict[str, tuple[int, int]]:
-    """Returns file name -> (size in bytes, mtime in ns) of a checkpoint's files. source: its directory, of
-    which subdirectories are left out, or a GGUF file, with the other parts if it is one of a split file.
-    Raises OSError if the directory cannot be read."""
+    """Returns file name -> (size in bytes, mtime in ns) of a checkpoint's files; {} if its GGUF file is
+    missing. source: its directory, of which subdirectories are left out, or a GGUF file, with the other parts
+    if it is one of a split file. Raises OSError if the directory of the files cannot be read."""
     if source.is_dir():
         names = [item.name for item in os.scandir(source) if item.is_file()]
     else:
@@ -219,7 +221,8 @@ def _lstat(path: Path) -> os.stat_result | None:
 
 
 def _stat(source: Path, name: str) -> tuple[int, int] | None:
-    """Returns (size in bytes, mtime in ns) of a file of a checkpoint; None if it does not exist."""
+    """Returns (size in bytes, mtime in ns) of a file of a checkpoint; None if it does not exist or cannot be
+    examined."""
     try:
         stat = ((source if source.is_dir() else source.parent) / name).stat()
     except OSError:

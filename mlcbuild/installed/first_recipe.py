@@ -33,7 +33,8 @@ class FirstRecipe:
 
     path: Path
     checkpoint: Path | None
-    """The directory to which the user must still add the model's checkpoint; None if the model exists."""
+    """The directory, beside the new recipe, into which the user must still put the model's checkpoint; None
+    if the recipe names an existing checkpoint or an hf:// address."""
     commands: tuple[str, ...]
     """The commands, as a user types them, that build the recipe, in order; for a model on the hub, `mlcbuild
     lock` comes first."""
@@ -44,8 +45,8 @@ def write(model: str) -> FirstRecipe:
     It is written into the current directory if `model` is an hf:// address, a GGUF file or the directory of a
     checkpoint; otherwise into the directory `model`, which is created and to which the user will add a
     checkpoint. Raises UsageError for another address, if the recipe exists or cannot be written, if the GGUF
-    file is missing, or if the checkpoint is the working directory, and SetupError if this machine's system is
-    not supported."""
+    file is missing, or if the checkpoint is the working directory or its path is not UTF-8, and SetupError if
+    this machine's system is not supported. The form of an hf:// address is not checked."""
     if "://" in model and not model.startswith("hf://"):
         raise UsageError(
             f"'{model}': a recipe's model is a directory, a GGUF file, or hf://organisation/name"
@@ -75,9 +76,9 @@ def write(model: str) -> FirstRecipe:
 
 
 def _source(model: str) -> str:
-    """Returns the model's path or hf:// address as YAML text in double quotes; a path below the working
-    directory begins with "./". Raises UsageError if the path does not exist, or is the working directory,
-    into which bundles would be written."""
+    """Returns the model's path or hf:// address as YAML text in double quotes; a relative path that stays in
+    the working directory begins with "./". Raises UsageError if the path does not exist, is not UTF-8, or is
+    the working directory, into which bundles would be written."""
     if "://" in model:
         return json.dumps(model, ensure_ascii=False)
     path = Path(model)

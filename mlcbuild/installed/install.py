@@ -64,7 +64,8 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
 
 
 def _stats(source: str) -> entries.Stats:
-    """Returns the sizes and times of a local checkpoint's files. Raises UsageError if it cannot be read."""
+    """Returns file name -> (size in bytes, mtime in ns) of a local checkpoint's files. Raises UsageError if
+    its directory cannot be read."""
     try:
         return entries.stats(Path(source))
     except OSError as error:

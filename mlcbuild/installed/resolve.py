@@ -29,8 +29,8 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
     A name is a bundle, a directory of bundles, a checkpoint (a directory or a GGUF file), an address (oci://
     or hf://), or the name of an installed bundle, in this order of precedence. A missing bundle is built or
     downloaded, and kept. Raises UsageError for a name that refers to nothing or a wrong scheme, SetupError if
-    this machine's system is not supported and the name is no existing bundle or directory of bundles, and the
-    error of a build or download that fails.
+    this machine's system is not supported and the name is no existing bundle or directory of bundles,
+    StoreError if the store cannot be written, and the error of a build or download that fails.
     """
     path = Path(name)
     if not name:
@@ -53,18 +53,19 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
 
 def machine_words() -> str:
     """Returns a text that describes this machine as a target: triple, processor and features, separated by
-    spaces. Raises SetupError on anything but Linux (x86-64, 64-bit Arm) and macOS (arm64), OSError if the
-    system's description of the processor cannot be read."""
+    spaces. Raises SetupError on anything but Linux (x86-64, 64-bit Arm) and macOS (arm64), or if the system's
+    description of the processor cannot be read."""
     triple, cpu, features = host()
     return " ".join((triple, cpu, *features))
 
 
 def _by_name(name: str, options: InstallOptions) -> Path:
-    """Returns the directory of the bundle of the installed model called `name`. The bundle is built or
-    downloaded again if it is missing or its checkpoint has changed. If the options name another scheme, the
-    bundle with that scheme is built unless it is installed. Raises UsageError if there is no such model, or
-    if a scheme is named for a downloaded bundle, SetupError if this machine's system is not supported, and
-    the error of a build or download that fails."""
+    """Returns the directory of the bundle of the installed model called `name`, and records that it is used
+    now. The bundle is built or downloaded again if it is missing or its checkpoint has changed. If the
+    options name another scheme, the bundle with that scheme is built unless it is installed. Raises
+    UsageError if there is no such model, or if a scheme is wrong or named for a downloaded bundle, SetupError
+    if this machine's system is not supported, StoreError if the store cannot be written, and the error of a
+    build or download that fails."""
     installed_models = entries.read(options.root)
     entry = next((entry for entry in installed_models if entry.name == name), None)
     if entry is None:
@@ -93,8 +94,9 @@ def _installed(source: str, options: InstallOptions) -> Path:
 def _new(source: str, options: InstallOptions, words: str) -> InstalledModel:
     """Builds or downloads the bundle of a model, and returns it as an installed model. If another process
     installs the same model, waits for its end, and uses what it has installed. source: an address, or the
-    absolute path of a checkpoint; words: triple, processor and features of this machine. Raises
-    StoreError if the store cannot be written, and the errors of `install`."""
+    absolute path of a checkpoint; words: triple, processor and features of this machine, separated by spaces.
+    Raises UsageError for a wrong scheme or source, StoreError if the store cannot be written, the error of a
+    build or download that fails, and KeyboardInterrupt if the build was interrupted."""
     from mlcbuild.canon import bytes_digest
     from mlcbuild.installed.install import install
     from mlcbuild.store.locks import holder, try_lock, wait_lock
@@ -116,7 +118,7 @@ def _kept(source: str, options: InstallOptions, words: str) -> InstalledModel | 
     """Returns the complete installed bundle that was made from `source`, an address or the path of a
     checkpoint, for this machine; None if there is none. If the user named a quantization scheme, only a
     bundle with this scheme counts; otherwise a downloaded one, or one whose scheme mlcbuild chose, is
-    preferred.
+    preferred. Of several, the last used is returned.
 
     words: triple, processor and features of this machine, separated by spaces. Raises UsageError if a scheme
     is named and the bundle was downloaded, since it has its own scheme.

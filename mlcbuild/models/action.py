@@ -45,9 +45,9 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def quantization(values: object) -> object:
-    """Returns the part of a config.json that describes how weights are stored, such as quantization_config,
-    or of its text_config; None for unquantized weights. Of several such fields, the first in the order
-    quantization_config, compression_config, quantization counts. values: the decoded JSON document."""
+    """Returns the value of the field of a config.json that describes how weights are stored: the first in the
+    order quantization_config, compression_config, quantization that is there and not null or, if there is
+    none, that of its text_config; None for unquantized weights. values: the decoded JSON document."""
     if not isinstance(values, Mapping):
         return None
     stored = [values[name] for name in QUANTIZATION if values.get(name) is not None]
@@ -55,8 +55,9 @@ def quantization(values: object) -> object:
 
 
 def write_config(config: ModelConfig, out: Path, names: TensorNames | None = None) -> None:
-    """Writes config.json and tensors.json of a model to the directory `out`, which is created. names:
-    parameter -> the checkpoint's tensors that hold it; None: the names that the model's family defines."""
+    """Writes config.json and tensors.json of a model to the directory `out`, which is created if it is
+    missing; older files are overwritten. names: parameter -> the checkpoint's tensors that hold it; None: the
+    names that the model's family defines."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_bytes(canonical(to_json(config)))
     (out / TENSOR_NAMES).write_bytes(canonical((names or tensor_names(config)).to_json()))
@@ -64,7 +65,8 @@ def write_config(config: ModelConfig, out: Path, names: TensorNames | None = Non
 
 def read_json(path: Path) -> object:
     """Reads a JSON file of a checkpoint and returns the decoded document. Raises CheckpointError for a file
-    that is missing or unreadable, larger than 4 MiB, not UTF-8, malformed, or has duplicate keys or NaN."""
+    that is missing or unreadable, larger than 4 MiB, not UTF-8, malformed or nested too deeply, or has
+    duplicate keys, NaN or Infinity."""
     try:
         text = regular.read(path, LARGEST).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -27,7 +27,8 @@ from mlcbuild.models.param import Param
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: its layers, and the embedding, norm and output matrix around them."""
+    """The description of a decoder-only transformer, without its weights: its layers, and the embedding, norm
+    and output matrix around them."""
 
     family: str
     vocab_size: int
@@ -42,13 +43,14 @@ class ModelConfig:
     """The norm of the residual stream between the last layer and the output matrix."""
     tie_embeddings: bool = False
     embedding_scale: float = 1.0
-    """Factor of the embedding, which does not apply to a tied output matrix (Gemma: sqrt(hidden_size),
-    rounded to the checkpoint's dtype as transformers does).
-    """
+    """Factor by which token embeddings are multiplied; 1: they are not scaled. It does not apply to a tied
+    output matrix (Gemma: sqrt(hidden_size), rounded to the checkpoint's dtype as transformers does)."""
     logit_softcap: float | None = None
-    """The c in c * tanh(logit / c), which limits logits; None: logits are not limited."""
+    """The c in c * tanh(logit / c), which limits the logits of the output matrix; None: they are not limited.
+    """
     logit_scale: float = 1.0
-    """Factor of the logits, applied before the soft cap (Cohere)."""
+    """Factor by which the logits of the output matrix are multiplied, before the soft cap (Cohere); 1: they
+    are not scaled."""
     head_bias: bool = False
     """True if the output matrix has a bias."""
     embedding_norm: Norm | None = None
@@ -85,9 +87,9 @@ LARGEST_MODEL = 10**13
 """Maximum number of parameters of a model. With more, some size in config.json must be a mistake."""
 
 MOST_EXPERTS = 1 << 17
-"""Maximum number of experts of all layers together, each of which has three tensors in a checkpoint.
-Published models have up to 23,040 (Kimi K2); listing the tensors of 786,432 takes 16 CPU seconds.
-"""
+"""Maximum number of experts of all layers together (131,072), each of which has three tensors in a
+checkpoint. Published models have up to 23,040 (Kimi K2); listing the tensors of six times as many experts as
+this maximum takes 16 CPU seconds."""
 
 
 def faults(config: ModelConfig) -> list[str]:
@@ -155,6 +157,6 @@ limited because the KV cache is allocated in full."""
 
 
 def context_window(config: ModelConfig, requested: int | None) -> int:
-    """Returns the context window, in tokens, for which a library is compiled: the requested one or, if that
-    is None, the model's maximum, but at most LARGEST_DEFAULT (4096)."""
+    """Returns the context window, in tokens, for which a library is compiled: `requested` unchanged or, if
+    that is None, the smaller of the model's max_position and LARGEST_DEFAULT (4096)."""
     return min(config.max_position, LARGEST_DEFAULT) if requested is None else requested

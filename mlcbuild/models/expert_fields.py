@@ -33,8 +33,8 @@ def read_experts(
 
     fields: the reader of config.json, which collects an error message for each missing or wrong field; the
     result must not be used if there is one. router: rule by which experts are chosen. size: name of the field
-    with the number of hidden units. defaults: these three numbers for absent fields, in the same order; None:
-    the field is required.
+    with the number of hidden units. defaults: these three numbers for absent fields, in the same order; a
+    None among them: its field is required.
     """
     fields.ignore(TRAINING)
     name = next((name for name in COUNTS if fields.has(name)), COUNTS[0])
@@ -55,7 +55,7 @@ def grouped_router(fields: Fields, normalized: bool) -> Router:
     """Reads config.json and returns a router that scores experts by sigmoids plus a correction and chooses
     them within groups. normalized: value of norm_topk_prob, which divides the experts' weights by their sum,
     if the field is absent. n_group, topk_group and routed_scaling_factor are 1 if absent. A wrong field adds
-    an error message to `fields`."""
+    an error message to `fields`, the reader of config.json, and the router must not be used."""
     return Router(
         "sigmoid",
         normalized=fields.flag("norm_topk_prob", normalized),
@@ -70,7 +70,7 @@ def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
     """Returns, for each of `count` layers, True if it has experts and False if its feed-forward is dense.
     Experts are in each layer whose number, counted from 1, is a multiple of decoder_sparse_step in
     config.json (1 if absent), except in those whose indices, counted from 0, mlp_only_layers lists. A wrong
-    list adds an error message to `fields`, the reader of config.json, and counts as empty."""
+    field adds an error message to `fields`, the reader of config.json, and counts as absent."""
     step = fields.integer("decoder_sparse_step", 1, high=4096)
     listed = fields.get("mlp_only_layers")
     dense: list[int] = []
@@ -83,8 +83,8 @@ def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
 
 def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
     """Returns, for each of `count` layers, True if it has experts: all layers from the index
-    first_k_dense_replace in config.json on. default: the index if config.json lacks this field. A wrong value
-    adds an error message to `fields`."""
+    first_k_dense_replace in config.json on, counted from 0. default: the index if config.json lacks this
+    field. A wrong value adds an error message to `fields`, the reader of config.json, and counts as 0."""
     first = fields.integer("first_k_dense_replace", default, low=0, high=4096)
     return tuple(index >= first for index in range(count))
 

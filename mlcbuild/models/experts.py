@@ -22,8 +22,8 @@ SMALLEST_SUM = 1e-20
 """Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids
 may all be 0."""
 SMALLEST_LOGIT = 2.0**-126
-"""Lower bound of max(|logit|, largest) in the rule of sparsemixer, the smallest normal float32: the distance
-of a logit 0 from the largest, 0, is 0 instead of 0 / 0."""
+"""Lower bound of the divisor max(|logit|, largest) in the rule of sparsemixer, the smallest normal float32:
+the distance of a logit 0 from the largest, 0, is 0 instead of 0 / 0."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Router:
 
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     """The function from a router's logits to scores. softmax: over all experts; with `normalized` it equals a
-    softmax over the chosen ones. sigmoid: each by itself. sparsemixer: chooses two experts one after the
-    other; the weight of each is a softmax over the experts e with (largest - logit_e) / max(|logit_e|,
-    largest) <= 2 * jitter."""
+    softmax over the chosen ones. sigmoid: each by itself. sparsemixer: two experts are chosen one after the
+    other, each with the largest logit L that is left; its weight is its softmax over the experts left whose
+    logit l satisfies (L - l) / max(|l|, L) <= 2 * jitter."""
     normalized: bool = True
-    """True if the weights of the chosen experts are divided by their sum."""
+    """True if the weights of the chosen experts are divided by their sum; sparsemixer ignores it."""
     bias: bool = False
     """True if a bias is added to the router's logits."""
     correction: bool = False
@@ -50,15 +50,18 @@ class Router:
     experts' weights.
     """
     groups: int = 1
-    """Number of groups of equal size into which the experts are divided by their index. The score of a group
-    is the sum of the two largest scores of its experts, unless `group_by_largest` is set."""
+    """Number of groups of equal size into which the experts are divided by their index; 1: there are no
+    groups. The score of a group is the sum of the two largest scores of its experts, with their corrections,
+    unless `group_by_largest` is set."""
     groups_kept: int = 1
     """Number of groups from which experts are chosen: those with the largest group scores."""
     scale: float = 1.0
-    """Factor by which the weights of the chosen experts are multiplied, after any division by their sum."""
+    """Factor by which the weights of the chosen experts are multiplied, after any division by their sum; 1:
+    they are not scaled. sparsemixer ignores it."""
     jitter: float | None = None
-    """The parameter of sparsemixer: an expert counts for the softmax only if its logit l satisfies (largest -
-    l) / max(|l|, largest) <= 2 * jitter. None for other kinds of scores."""
+    """The parameter of sparsemixer: an expert counts for the softmax only if its logit l satisfies (L - l) /
+    max(|l|, L) <= 2 * jitter, where L is the largest logit of the experts not chosen yet. None for other
+    kinds of scores."""
     group_by_largest: bool = False
     """True if the score of a group of experts is the largest score of one of them (DeepSeek-V2), False if it
     is the sum of the two largest."""
@@ -150,8 +153,8 @@ def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
 
 
 def experts_numbers(block: Experts) -> Iterator[float]:
-    """Yields the numbers in the description of a mixture of experts that must be finite and above 0, such as
-    the factor of its weights."""
+    """Yields, without names, the numbers in the description of a mixture of experts that must be finite and
+    above 0, such as the factor of its weights."""
     yield block.router.scale
     if block.router.jitter is not None:
         yield block.router.jitter

@@ -1,6 +1,5 @@
 """The model family DeepSeek-V2: latent attention, and experts that are chosen by a softmax, within groups if
-the config has any.
-"""
+topk_method in the config is group_limited_greedy."""
 
 from __future__ import annotations
 
