@@ -27,8 +27,8 @@ def _group_count(columns: int) -> int:
 def rows(groups: Groups) -> Format:
     """Returns the format that stores a matrix [N, K] row by row (the layout `row`). q_weight is uint32 [N,
     words]: codes of 4 or 8 bits fill a row's words from their low ends; with 5 bits the low four of all codes
-    come first, then the fifth ones. q_scale is [N, ceil(K/32)]. K is padded with zeros to a multiple of 32.
-    groups: bits of codes and type of scales."""
+    come first, then the fifth ones; rows are padded to a multiple of four words. q_scale is [N, ceil(K/32)].
+    K is padded with zeros to a multiple of 32. groups: bits of codes and type of scales."""
     return _format(
         groups,
         FormatTensor("q_weight", "uint32", lambda n, k: (n, row_words(groups.bits, k))),

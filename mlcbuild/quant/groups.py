@@ -14,7 +14,7 @@ QUAD = 4
 int32 lane.
 """
 QUADS = GROUP // QUAD
-"""Number of quads (four consecutive weights) in a group."""
+"""Number of quads (four consecutive weights) in a group of 32 weights: 8."""
 TILE_ROWS = 16
 """Number of rows in a tile of the layout x16 of matrices: as many as int32 lanes in the widest vectors of
 CPUs."""
@@ -22,19 +22,19 @@ CPUs."""
 
 def low_bits(bits: int) -> int:
     """Returns the number of low bits of each code that are packed first: 4, but 2 for codes of 3 bits and 8
-    for codes of 8; its other bits, if any, are packed separately. bits: number of bits of a code, 3 to 8. In
-    tiles of 16 rows (the layout x16), a byte holds the low bits of several codes, and the other bits are in
-    bytes of their own. In the layout `row`, the low bits of a whole row precede the other bits."""
+    for codes of 8; its other bits, if any, are packed separately. bits: number of bits of a code: 3, 4, 5, 6
+    or 8. In tiles of 16 rows (the layout x16), the other bits are in bytes of their own. In the layout `row`,
+    the low bits of a whole row precede the other bits."""
     return 8 if bits == 8 else 2 if bits == 3 else 4
 
 
 def row_words(bits: int, columns: int) -> int:
     """Returns the number of uint32 words that hold the codes of a matrix row in the layout `row`. bits: of a
-    code; columns: length of the row.
+    code; columns: length of the row, counted as if padded to a multiple of 32.
 
     Codes of 4 or 8 bits fill words from their low ends. Codes of 5 and 6 bits are divided: first the low four
     bits of all codes in the row, then their one or two high bits. Codes of 3 bits are divided into two low
-    bits and a high bit in the same way. Rows are padded to whole vectors of four words.
+    bits and a high bit in the same way. The row as a whole is padded to a multiple of four words.
     """
     count = -(-columns // GROUP) * bits
     return -(-count // 4) * 4
@@ -55,9 +55,10 @@ class Groups:
 
     extreme is the weight of largest magnitude in the group with its sign, the positive one of two equal ones.
 
-    If the scale rounds to zero, the group is stored as zeros: all its weights are below 2**-21 for float16. A
-    signed scale is then stored as 2**-24, the smallest float16, because the kernels of the layout x16
-    multiply scales by adding to their exponents.
+    Where an unsigned scale rounds to zero, the group is stored as zeros; with float16 scales, its weights are
+    at most 2**-18 in magnitude. Where a signed scale rounds to zero, it is 2**-24, the smallest float16, and
+    the codes follow from that, because the kernels of the layout x16 multiply scales by adding to their
+    exponents.
     """
 
     bits: Literal[4, 5, 8]
@@ -68,6 +69,6 @@ class Groups:
     dtype: Literal["float32", "float16"]
     """The type in which the scales of quantized weights are stored."""
     signed: bool = False
-    """True if a scale has the opposite sign of the group's weight of largest magnitude, which then gets the
-    code 0 or one near it: with the codes centred on zero, there is one more negative than positive code.
-    False if scales of 8-bit codes are positive, and those of fewer bits have that weight's sign."""
+    """True if a scale has the opposite sign of the group's weight of largest magnitude, which so gets the
+    stored code 0 or one near it: there is one more code below `zero` than above. False if scales of 8-bit
+    codes are positive, and those of fewer bits have that weight's sign."""

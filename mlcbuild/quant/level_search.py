@@ -17,10 +17,10 @@ _STARTS = (0.5, 0.0, -0.5, -1.0, -1.5, -2.0)
 widths from which the search for a scale starts. With half of them the squared error is 4 % larger (weights of
 Student's t, 5 degrees of freedom); each takes 2 of the 30 ns that the search takes for a weight."""
 _SIGNED_STARTS = (0.0, 0.2, 0.4, 0.6, 0.8, -0.2)
-"""Starting points of the search for the scale of eight signed codes, -4 to 3. For each number s, the search
-starts from the scale that divides the weight of largest magnitude to s - 4; with s = 0, this is the lowest
-code. With the first number alone, the squared error of gaussian weights is 6 % larger. With 64 codes, the
-other numbers gain nothing."""
+"""Starting points of the search for the scale of eight signed codes, -4 to 3, if all columns count alike. For
+each number s, the search starts from the scale that divides the weight of largest magnitude to s - 4; with s
+= 0, this is the lowest code. With the first number alone, the squared error of gaussian weights is 6 %
+larger. Codes of more bits use the first number alone: with 64 codes, the others gain nothing."""
 _WEIGHED_SIGNED_STARTS = (*_SIGNED_STARTS, -0.5, -1.0, -1.5, -2.0, -3.0)
 """Starting points of the search for a group's scale with signed codes if columns differ in importance. For
 each number s, the search starts from the scale with which the weight of largest magnitude is s steps above
@@ -28,8 +28,8 @@ the lowest code. With s below 0 that weight lies beyond the codes and is clipped
 of little importance. Measured loss of SmolLM2-135M in 3 bits with calibration: 0.53 nats without the last
 five numbers, 0.33 nats with them."""
 _MOST_STEPS, _MOST_MINIMUM_STEPS = 127, 255
-"""The largest integer factors of the scales and of the minima of groups, which are stored as int8 and as
-uint8."""
+"""The largest integer factors of groups: of scales 127 (-127 to 127, stored as int8), of minima 255 (0 to
+255, stored as uint8)."""
 
 
 def quantize(blocks: Blocks, weight: Array, name: str, importance: Floats | None = None) -> list[BlockRows]:
@@ -84,9 +84,10 @@ def _rows(blocks: Blocks, weight: Floats, name: str, importance: Floats | None) 
 
 
 def _shares(blocks: Blocks, importance: Floats, rows: int) -> Floats:
-    """Returns the factors by which the squared errors of `rows` rows of weights are multiplied, float32
-    [weights of a group, groups of all rows]. importance: factor of each column, float32 [columns]. A column
-    without activations counts a millionth of the greatest, so that sums stay above zero."""
+    """Returns the factors by which the squared errors of `rows` rows of weights are multiplied, the same in
+    each row, float32 [weights of a group, groups of all rows]. importance: factor of each column, float32
+    [columns]; it is divided by the greatest. Quotients below a millionth, and columns that pad rows to a
+    multiple of 256, count a millionth, so that sums stay above zero, even if all are 0."""
     greatest = np.float32(max(float(importance.max(initial=0)), 1e-37))
     padded = np.full(-(-importance.size // BLOCK_WEIGHTS) * BLOCK_WEIGHTS, 1e-6, np.float32)
     padded[: importance.size] = np.maximum(importance / greatest, np.float32(1e-6))
@@ -142,8 +143,9 @@ def _signed(blocks: Blocks, planes: Floats, shares: Floats | None) -> Floats:
     """Returns the scale of each group of weights for signed codes, float32 [groups]. planes: the weights
     [weights of a group, groups]; shares: factors of their squared errors in the same shape, or None.
 
-    The weight of largest magnitude gets the lowest code or one near it; the other codes follow from it. Of
-    several starting points, the scale of least squared error for their codes is returned.
+    A scale has the opposite sign of the group's weight of largest magnitude, which so gets the lowest code,
+    -2**(bits - 1), or one near it. Of several starting points, the scale of least squared error for their
+    codes is returned.
     """
     high, low = planes.max(axis=0), planes.min(axis=0)
     extreme = np.where(high >= -low, high, low)
@@ -167,9 +169,9 @@ def _signed(blocks: Blocks, planes: Floats, shares: Floats | None) -> Floats:
 
 def _codes(blocks: Blocks, planes: Floats, scale: Floats, minimum: Floats | None) -> Floats:
     """Returns the codes of weights as whole numbers in float32 [weights of a group, groups]: (weight -
-    minimum) / scale, rounded to nearest, ties to even, and clipped to the codes of the format `blocks`.
-    planes: the weights in the same shape; scale, minimum: float32 [groups]; minimum None: 0. Codes are 0
-    where the scale's magnitude is at most 2**-100."""
+    minimum) / scale, rounded to nearest, ties to even, and clipped to the codes of the format `blocks`: from
+    -2**(bits - 1) if they are signed, otherwise from 0. planes: the weights in the same shape; scale,
+    minimum: float32 [groups]; minimum None: 0. Codes are 0 where the scale's magnitude is at most 2**-100."""
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=np.abs(scale) > 2.0**-100)
     codes = planes * inverse if minimum is None else (planes - minimum) * inverse
     np.rint(codes, out=codes)

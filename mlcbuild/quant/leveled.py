@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def both(blocks: Blocks) -> dict[str, Format]:
     """Returns layout name ("x16" for tiles of 16 rows, "row" for row by row) -> the format that quantizes any
     float matrix and stores it in this layout. blocks: bits, groups, range and minima of the codes; its field
-    `scale` must be "levels": a scale is the product of a float16 shared by 256 weights and an integer of each
-    group."""
+    `scale` must be "levels", which is not checked: a scale is the product of a float16 shared by 256 weights
+    and an integer of each group."""
     return {layout: _quantizing(blocks, form) for layout, form in blocked.both(blocks).items()}
 
 

@@ -19,7 +19,7 @@ from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS, Groups
 from mlcbuild.quant.search import SEARCHES, fit
 
 LEAST_SCALE = 2.0**-24
-"""The smallest float16 above zero."""
+"""The smallest float16 above zero, which is stored in place of a signed scale that rounds to zero."""
 
 
 class Packer:
@@ -35,7 +35,7 @@ class Packer:
         self._name = name
         self._columns = columns
         self._groups = -(-columns // GROUP)
-        """Number of groups of 32 weights in one row of the matrix."""
+        """Number of groups of 32 weights in one row of the matrix, padded to whole groups."""
         self._scratch = scratch
 
     def pack(self, weight: Array, q_weight: Array, q_scale: Array) -> None:
@@ -61,7 +61,8 @@ class Packer:
 
     def _padded(self, block: Array) -> Array:
         """Returns `block`, some rows of a matrix, as a contiguous array, padded with zeros to whole groups of
-        32 columns and, for the layout in tiles, to a multiple of 16 rows."""
+        32 columns and, for the layout in tiles, to a multiple of 16 rows; `block` itself if it is so
+        already."""
         rows, columns = -(-block.shape[0] // self._tile) * self._tile, self._groups * GROUP
         if block.shape == (rows, columns):
             return np.ascontiguousarray(block)
@@ -74,7 +75,7 @@ class Packer:
         row i holds the i-th quad (four consecutive weights) of every group of 32 weights.
 
         block: the rows, float32, float16, or bfloat16 bits in uint16, contiguous, in whole groups. shape:
-        (..., 8), the dimensions in which the quads of `block` are counted; the last one is the quad within
+        (..., 8), in which `block` is viewed as an array of quads; the last dimension is the quad's index in
         its group. order: permutation of these dimensions, with the last one first; the order of the others is
         that of the groups in the result.
         """
@@ -127,10 +128,10 @@ class Packer:
 
     def _quantize(self, planes: NDArray[np.float32], out: Array) -> NDArray[np.uint8]:
         """Quantizes groups of 32 weights and returns their codes, one byte each from 0 to the format's
-        largest code, uint8 [8, 4 * groups] in scratch memory. planes: the weights, float32 in the same shape,
-        whose row i holds the i-th four weights of every group; overwritten. out: receives the scale of each
-        group, [groups]. Raises CheckpointError for infinite or NaN weights, and for float16 scales that
-        overflow."""
+        largest code, uint8 [8, 4 * groups] in scratch memory that the next call overwrites. planes: the
+        weights, float32 in the same shape, whose row i holds the i-th four weights of every group;
+        overwritten. out: receives the scale of each group, [groups]. Raises CheckpointError for infinite or
+        NaN weights, and for float16 scales that overflow."""
         groups = self._format
         out[...] = scale = self._scales(planes)
         divisor = scale.astype(np.float32)
@@ -145,11 +146,11 @@ class Packer:
 
     def _scales(self, planes: NDArray[np.float32]) -> Array:
         """Computes the scale of each group of 32 weights and returns [groups] in the stored dtype: with 8
-        bits the largest magnitude divided by the code of the weight 0, with fewer the scale of least weighted
-        squared error. If the format has signed scales, a scale has the opposite sign of the weight of largest
-        magnitude, and 2**-24 stands in place of 0. planes: float32 [8, 4 * groups], whose row i holds the
-        i-th four weights of every group. Raises CheckpointError for infinite or NaN weights and for float16
-        scales that overflow."""
+        bits the largest magnitude divided by the code of the weight 0, with fewer the scale of least squared
+        error, weighted by the weights' magnitudes. If the format has signed scales, a scale has the opposite
+        sign of the weight of largest magnitude, and 2**-24 stands in place of 0. planes: float32 [8, 4 *
+        groups], whose row i holds the i-th four weights of every group. Raises CheckpointError for infinite
+        or NaN weights and for float16 scales that overflow."""
         groups = self._format
         extreme = self._extreme(planes)
         if groups.bits in SEARCHES:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def plain(dtype: Literal["float32", "float16"]) -> Format:
     """Returns the format that stores a matrix [N, K] as one tensor [N, K] of type `dtype`. Its `pack` raises
-    CheckpointError for weights that are infinite, NaN, or too large for float16. Its functions import NumPy
-    only when called, since planning a build loads formats."""
+    CheckpointError for weights that are infinite or NaN or, if `dtype` is float16, too large for it. Its
+    functions import NumPy only when called, since planning a build loads formats."""
 
     def pack(weight: Array, scratch: Scratch, name: str) -> Sequence[Array]:
         from mlcbuild.quant.floats import narrow

@@ -60,7 +60,7 @@ def _in_words(fields: NDArray[np.uint32], width: int) -> NDArray[np.uint32]:
 
 def _from_words(words: NDArray[np.uint32], width: int) -> NDArray[np.uint8]:
     """Returns the numbers of `width` bits that are packed in words of 32 bits, the first in the lowest bits,
-    as uint8 [rows, words * 32 / width]. words: uint32 [rows, words]."""
+    as uint8 [rows, words * 32 / width]. words: uint32 [rows, words]; width: 1, 2 or 4."""
     places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
     fields: NDArray[np.uint8] = (words[:, :, None] >> places & ((1 << width) - 1)).astype(np.uint8)
     return fields.reshape(len(words), -1)
@@ -71,8 +71,9 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
     uint32 [rows, words] with the packed codes. q_scale has the scales [rows, groups] in the format's type;
     with minima it is uint32, a scale's float16 in the low half of a word and the minimum's in the high half.
     With two-level scales it is uint32: for each 256 weights a word with their float16 numbers, then the
-    groups' 8-bit factors, four to a word. blocks: types of codes and scales; conformed: the arrays of codes,
-    scales and minima, already in these types; of two-level ones, the factors precede the float16 numbers."""
+    groups' 8-bit factors, four to a word. blocks: types of codes and scales; conformed: the arrays of codes
+    (from 0, as they are stored), scales and minima, already in these types; of two-level ones, the factors
+    precede the float16 numbers."""
     codes, *numbers = conformed
     words = pack_codes(codes.astype(np.uint8, copy=False), blocks.bits)
     if blocks.scale == "levels":

@@ -48,9 +48,9 @@ class Scheme:
     scheme that needs no choice. With a budget, `format` is that of the largest candidate, an upper bound of
     the size."""
     choices: tuple[Scheme, ...] = ()
-    """The schemes among which a build step chooses by the types of a checkpoint's tensors. They are listed
-    for the scheme `as-is`, which keeps a quantized checkpoint's values, if the checkpoint is not downloaded;
-    () for any other scheme."""
+    """The schemes among which a build step chooses by the types of a checkpoint's tensors, for the scheme
+    `as-is` (which keeps a quantized checkpoint's values) if a build is planned before the checkpoint is
+    downloaded, so that these types are unknown; () in all other cases."""
     calibration: Path | tuple[str, ...] | None = None
     """The prompts in which a build step measures how much each column of a matrix counts when weights are
     rounded: the absolute path of a text file with one on each line, or the prompts themselves; None for no
@@ -88,7 +88,8 @@ class Storage:
     activation_bits: Literal[0, 8] = 0
     overrides: tuple[tuple[str, Storage], ...] = ()
     candidates: tuple[Storage, ...] = ()
-    """The schemes, with their layouts, among which a build step chooses; () if the scheme needs no choice."""
+    """The schemes, with their layouts, among which a build step chooses, by a budget or by the types of a
+    checkpoint's tensors; () if the scheme needs no choice."""
 
     @property
     def definition(self) -> Format:
@@ -242,8 +243,9 @@ def to_json(scheme: Storage) -> dict[str, Json]:
 
 def from_json(value: Json) -> Storage:
     """Returns the scheme that a JSON object describes: the inverse of to_json, with () as candidates. Raises
-    UsageError for missing or unknown fields, values of a wrong type, activation_bits other than 0 and 8,
-    overrides of other fields or within overrides, or a format or layout that does not exist."""
+    UsageError for missing or unknown fields, values of a wrong type, activation_bits other than 0 and 8, an
+    override that has other fields than match and scheme or whose scheme has overrides, or a format or layout
+    that does not exist."""
     if not isinstance(value, dict):
         raise UsageError(f"a scheme must be a JSON object, found {value!r}")
     fields = {"name", "format", "layout", "activation_bits", "overrides"}

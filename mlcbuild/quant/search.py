@@ -20,15 +20,15 @@ class Search:
     """The integer to which the weight of largest magnitude in a group is scaled before the group's scale is
     searched."""
     shift: int
-    """Each weight's squared error counts with an integer importance: its magnitude, scaled so that the
-    group's largest is `unit`, shifted right by this number of bits. Sums of eight importance * code * code
-    then fit in int16, which NumPy adds twice as fast as float32, and sums of 32 importance * code * weight
-    are exact in float32."""
+    """Number of bits by which a weight's magnitude, scaled so that the group's largest is `unit`, is shifted
+    right to get the integer importance with which the weight's squared error counts. Sums of eight importance
+    * code * code then fit in int16, which NumPy adds twice as fast as float32, and sums of 32 importance *
+    code * weight are exact in float32."""
     widths: tuple[int, ...]
     """Step widths between neighbouring codes from which the search for a scale starts, in units in which the
     largest magnitude of the group is the integer `unit`. With the first width that magnitude gets the code
     `top`, with the second `top - 1`; so groups whose weights are multiples of such a step are represented
-    exactly."""
+    exactly. With a third, narrower one that magnitude is clipped to `top`."""
     top: int
     """The largest code. Codes are 1 - top .. top. The sign of a group's scale is chosen such that the weight
     of largest magnitude, divided by the scale, is positive."""
@@ -57,14 +57,15 @@ def fit(
     Lloyd's method (1982) from two or three starting points gets there. With 4 bits: u = rint(w * (504 /
     extreme)) and v = |u| // 8; for steps of 63, 72 and 59 c = clip(floor(u / step + 1/2), -7, 8) and a =
     sum(v * u * c) / sum(v * c * c); the first c with the largest a * sum(v * u * c) gives fit = extreme * (a
-    / 504). Sums are of whole numbers below 2**24, exact in any order. A group that was dequantized from 4
-    bits with its extreme at -8 or 7 steps is reproduced exactly (scales in float16). With 5 bits it is the
-    same with 240 for 504, |u| // 16, steps of 15 and 16, and codes -15 .. 16.
+    / 504). Sums are of whole numbers below 2**24, exact in any order. A group that was dequantized from codes
+    -8 .. 7 and float16 scales is reproduced exactly if its extreme has the code -8 (8 here, since the scale's
+    sign changes) or 7. With 5 bits it is the same with 240 for 504, |u| // 16, steps of 15 and 16, and codes
+    -15 .. 16.
 
     In trained models, unlike random ones, large weights meet large activations. With all weights counting
     alike the squared error is 4 % lower, but the KL divergence of the tiny model in recipes/models is 0.0278
-    in place of 0.0218 (Q4_0: 0.0259); that of SmolLM2-135M from a file in Q4_1 is the same. Counting by
-    squares or cubes is no better.
+    in place of 0.0218 (Q4_0: 0.0259); for SmolLM2-135M from a file in Q4_1, both ways have the same KL
+    divergence. Counting by squares or cubes is no better.
     """
     units = scratch.array("units", planes.shape, np.int16)
     codes = scratch.array("codes", planes.shape, np.int16)
@@ -101,8 +102,8 @@ def fit(
 
 def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
     """Returns the factor that scales the weight of largest magnitude of each group to the integer `unit`:
-    unit / extreme, float32 [groups], and 0 where that magnitude is below TINY. extreme: the weight of largest
-    magnitude of each group, with its sign."""
+    unit / extreme, float32 [groups], and 0 where that magnitude is below TINY (2**-96). extreme: the weight
+    of largest magnitude of each group, with its sign."""
     tiny = np.abs(extreme) < TINY
     if not tiny.any():  # nearly always
         return np.divide(np.float32(unit), extreme)
@@ -112,7 +113,7 @@ def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
 def _group_sums(sums: NDArray[np.int16]) -> NDArray[np.float32]:
     """Adds every four neighbours along the last axis of `sums`, int16 [..., 4 * groups], and returns the
     totals as float32 [..., groups]. The numbers must not be negative, because four of them are added at once
-    as parts of a 64-bit integer. Overwrites `sums`."""
+    as parts of a 64-bit integer; totals may exceed int16. Overwrites `sums`."""
     words, halves = sums.view(np.uint64), np.uint64(0x0000FFFF0000FFFF)
     pairs = words & halves
     np.right_shift(words, 16, out=words)

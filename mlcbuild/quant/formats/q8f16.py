@@ -1,8 +1,9 @@
 """The stored format `q8f16`: 8-bit codes with a float16 scale for each group of 32 weights, as in mlc-llm's
 q8f16_1.
 
-code = clip(rint(w / scale + 127), 0, 254), scale = max|w| / 127 of the group, rounded to float16. The bytes
-are those that mlc-llm writes for a matrix whose number of columns is a multiple of 32.
+code = clip(rint(w / scale + 127), 0, 254), scale = max|w| / 127 of the group, rounded to float16. Where it
+rounds to 0, all codes are 127. The bytes are those that mlc-llm writes for a matrix whose number of columns
+is a multiple of 32.
 """
 
 from mlcbuild.quant.grouped import rows

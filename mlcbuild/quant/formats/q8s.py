@@ -2,7 +2,7 @@
 with int8 activations.
 
 code = clip(rint(w / scale + 128), 0, 255), where scale is the weight of largest magnitude, with its sign,
-divided by -128 and rounded to float16.
+divided by -128 and rounded to float16; where that is 0, scale is 2**-24, the smallest float16.
 """
 
 from mlcbuild.quant.grouped import rows, tiles
