@@ -130,8 +130,8 @@ def load(
     allow_outside: True if paths may leave the recipe's project; inspect: function that yields further
     problems of the recipe's models.
 
-    Raises InputError with all problems of the file, or with the first 1000 if it has more, SetupError if the
-    target presets of mlcbuild are missing.
+    Raises InputError with all problems of the file, or with 1000 of them if it has more, also if the file
+    cannot be read or a target preset of mlcbuild is invalid; SetupError if these presets are missing.
     """
     document = read(path)
     done = substitute(document, settings or {})
@@ -257,10 +257,10 @@ def _check_sizes(
     schemes: Mapping[str, Scheme],
     settings: Mapping[tuple[int, ...], Settings],
 ) -> None:
-    """Adds a problem to the recipe's list if the combinations of model, quantization and target that it
-    builds have too many overrides of quantization schemes in total, or too many characters of verification
-    prompts that are written in the recipe. schemes: name of a quantization -> its scheme; settings: indices
-    of the `include` entries that apply to a combination -> the resulting settings."""
+    """Adds a problem to the recipe's list for each limit that the combinations of model, quantization and
+    target to build exceed in total: 100,000 overrides of quantization schemes, and 2**26 characters of
+    verification prompts that are written in the recipe. schemes: name of a quantization -> its scheme;
+    settings: indices of the `include` entries that apply to a combination -> the resulting settings."""
     sizes = {
         use: sum(map(len, item.verify.prompts))
         for use, item in settings.items()
@@ -283,7 +283,7 @@ def _lock(reading: Reading, path: Path) -> Path | None:
     """Returns the absolute path of the lock file: the one that the recipe names, or the recipe's path with
     .lock in place of its suffix; None, with a problem added to those of the recipe, if the named one is
     invalid or leaves the project. A lock file that would replace the recipe, whose name is too long, or that
-    is no regular file, is also such a problem. path: the recipe file."""
+    is no regular file, is also a problem of the recipe, but returned. path: the recipe file."""
     text = reading.text("lock")
     lock = path.absolute().with_suffix(".lock") if text is None else reading.path(("lock",), text)
     if lock is not None and resolved(lock) == resolved(path):

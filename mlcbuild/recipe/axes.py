@@ -20,8 +20,9 @@ from mlcbuild.targets.target import Target
 def read_schemes(reading: Reading) -> dict[str, Scheme]:
     """Reads the `quantizations` of a recipe, and returns name in the recipe -> quantization scheme for the
     valid entries. In a list, the name is the item itself or, for a budget, its limit, such as max_size-800MB.
-    For each of the others a problem is added to the recipe's list; an entry that has the name of a built-in
-    scheme is a problem, too, but in the result. reading: the recipe's data and its problems."""
+    For each of the others, such as a second budget of one name, a problem is added to the recipe's list. In a
+    mapping, an entry called like a built-in scheme, but with another value than that name, is a problem, too,
+    and in the result. reading: the recipe's data and its problems."""
     schemes: dict[str, Scheme] = {}
     for i in range(len(reading.items("quantizations"))):
         place: Where = ("quantizations", i)
@@ -70,8 +71,9 @@ def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
 def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
     """Reads a quantization that is a mapping, and returns it as a scheme: a built-in scheme with overrides
     for some parameters and prompts for calibration, or a budget of size or loss. Returns None if scheme or
-    budget are invalid; invalid overrides are left out. For all of these a problem is added to the recipe's
-    list. where: its path in the recipe.
+    budget are invalid; overrides without a valid pattern or scheme are left out, those whose pattern is
+    repeated or has an empty part are not. For all of these a problem is added to the recipe's list. where:
+    its path in the recipe.
 
     The scheme's name is derived from its contents except the prompts, so that it does not depend on the name
     in the recipe.
@@ -106,9 +108,9 @@ def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
 
 def _calibrated(reading: Reading, where: Where, scheme: Scheme) -> Scheme:
     """Returns `scheme` with the prompts under the key `calibrate` of a quantization, or unchanged if there is
-    no such key. Invalid prompts, in whose place it has (), and prompts that none of its formats can use,
-    become a problem of the recipe. where: path of the quantization in the recipe. The scheme keeps its name,
-    since libraries do not depend on the calibration."""
+    no such key. Invalid prompts become a problem of the recipe, and the result has () in their place. Prompts
+    that none of its formats can use are a problem, too, but in the result. where: path of the quantization in
+    the recipe. The scheme keeps its name, since libraries do not depend on the calibration."""
     prompts = read_prompts(reading, (*where, "calibrate"), prompts_fault)
     if prompts is None:
         return scheme
@@ -130,9 +132,10 @@ def _can_be_calibrated(scheme: Scheme) -> bool:
 
 def read_targets(reading: Reading) -> dict[str, Target]:
     """Reads the `targets` of a recipe, and returns name in the recipe -> target (machine to compile for),
-    with this name, for the valid entries. For each of the others, and for an entry that has the name of a
-    preset, a problem is added to the recipe's list. reading: the recipe's data and its problems. Raises
-    SetupError or InputError if `targets` is a mapping and the presets of mlcbuild are missing or invalid."""
+    with this name, for the valid entries. For each of the others a problem is added to the recipe's list. In
+    a mapping, an entry called like a preset or `host`, but with another value than that name, is a problem,
+    too, and in the result if it is valid. reading: the recipe's data and its problems. Raises SetupError or
+    InputError if `targets` is a mapping and the presets of mlcbuild are missing or invalid."""
     resolved: dict[str, Target | None] = {}
     for i in range(len(reading.items("targets"))):
         name = reading.text("targets", i)

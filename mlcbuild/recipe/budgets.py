@@ -20,14 +20,15 @@ from mlcbuild.recipe.reading import Reading
 KINDS: tuple[BudgetKind, ...] = get_args(BudgetKind)
 CANDIDATES = ("q4a8_1", "q4a8_2", "q5a8_1", "q5a8_2", "q6a8_2", "q8a8_1")
 """Names of the schemes from which one is chosen for each matrix under a budget of size or loss, if the recipe
-names none."""
+names none; they are sorted by size before use."""
 
 
 def is_budget(reading: Reading, where: Where) -> bool:
     """Returns True if a quantization in a recipe states neither a scheme nor overrides, and so must state a
     budget: a limit of bits, size or KL divergence. For an item of a list, returns True only if it states one.
-    where: its path in the recipe. Keys that exclude each other, overrides without a scheme, and a
-    quantization without scheme and budget, become problems of the recipe."""
+    where: its path in the recipe. Keys that exclude each other (a budget, and a scheme, overrides, calibrate
+    or another budget), overrides without a scheme, and a quantization without scheme and budget, become
+    problems of the recipe."""
     keys = reading.mapping(*where).keys()
     kinds = [kind for kind in KINDS if kind in keys]
     if isinstance(where[-1], int):
@@ -80,8 +81,8 @@ def _report_further(reading: Reading, where: Where, kinds: Sequence[BudgetKind])
 def listed_name(reading: Reading, where: Where) -> str | None:
     """Returns the name of a quantization in a list: the item itself if it is text, or for a budget its kind
     and value without spaces, such as max_size-800MB or target_bits-4.5; of several budgets the first of
-    target_bits, max_size and max_kl counts. Returns None for an item without a valid name. where: path of the
-    item in the recipe."""
+    target_bits, max_size and max_kl counts. Returns None for an item without a valid name, and adds no
+    problem to the recipe's list. where: path of the item in the recipe."""
     text = reading.text(*where)
     if text is not None:
         return text

@@ -11,9 +11,9 @@ from mlcbuild.remotes import Mode, Remote, fault, normal
 
 def read_remotes(reading: Reading) -> tuple[Remote, ...]:
     """Reads the `cache` section of a recipe, and returns its valid remote caches (address, mode, trusted
-    keys), in order. For each of the others a problem is added to the recipe's list, and also for an address
-    that is named twice and for `write: ci-only` with `mode: read`, although these are in the result. reading:
-    the recipe's data and its problems."""
+    keys), in order. For each of the others a problem is added to the recipe's list, and also for one with the
+    address of an earlier one or with `write: ci-only` and `mode: read`, although these are in the result.
+    reading: the recipe's data and its problems."""
     remotes: list[Remote] = []
     for index in range(len(reading.items("cache", "remotes"))):
         where: Where = ("cache", "remotes", index)

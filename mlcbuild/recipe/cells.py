@@ -58,7 +58,8 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
 
 def _places(reading: Reading, section: str) -> dict[str, Where]:
     """Returns name -> path in the recipe, such as ("models", "a"), for the valid names that a section of the
-    recipe defines. section: "models", "quantizations" or "targets"."""
+    recipe defines; invalid ones are left out without a problem, since other checks report them. section:
+    "models", "quantizations" or "targets"."""
     places: dict[str, Where] = {}
     for i in range(len(reading.items(section))):
         name = listed_name(reading, (section, i))
@@ -99,8 +100,8 @@ def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str
 def _entries(reading: Reading, key: str, places: Mapping[str, Mapping[str, Where]]) -> list[MatrixEntry]:
     """Returns the entries of the recipe's `matrix` under `key`, "exclude" or "include", whose names are all
     defined: the index and the names of each. Unknown names become problems of the recipe. An `exclude` entry
-    that names nothing is left out. places: "model", "quantization" or "target" -> name -> path of its
-    definition."""
+    that names nothing is left out, since the JSON schema reports it; such an `include` entry stays. places:
+    "model", "quantization" or "target" -> name -> path of its definition."""
     entries = []
     for i in range(len(reading.items("matrix", key))):
         where: Where = ("matrix", key, i)

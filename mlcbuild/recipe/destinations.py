@@ -13,8 +13,9 @@ from mlcbuild.recipe.reading import Reading
 
 def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ...]:
     """Returns the valid address templates of a recipe's `publish` section, such as
-    "oci://host/name:{model}-{target}", in order. Invalid ones, repeated ones, and those that give two bundles
-    one address, become problems of the recipe. cells: (model, quantization, target) of each bundle."""
+    "oci://host/name:{model}-{target}", in order. Invalid ones, repetitions of an earlier one, and those that
+    give two bundles one address, are left out and become problems of the recipe. cells: (model, quantization,
+    target) of each bundle."""
     templates: list[str] = []
     listed: Sequence[Names] = list(cells)
     for index in range(len(reading.items("publish"))):

@@ -2,7 +2,7 @@
 
 The rules are those of a GitHub Actions matrix ("Running variations of jobs in a workflow", include and
 exclude): exclusions apply to all combinations of the listed names. Then each include entry, in order, is
-merged into every such combination that it does not contradict; if there is none and it names all three, it
+merged into every such combination with the names that it states; if there is none and it names all three, it
 adds a separate combination, which later entries do not extend.
 """
 
@@ -53,8 +53,8 @@ class Expansion:
 
     cells: tuple[Cell, ...]
     idle: tuple[int, ...]
-    """Indices of exclude entries that match no combination of the recipe's models, quantizations and targets.
-    """
+    """Indices of exclude entries that match no combination of the models, quantizations and targets that the
+    matrix combines."""
     loose: tuple[int, ...]
     """Indices of include entries that match no combination and cannot add one, because they do not name
     model, quantization and target.
@@ -104,9 +104,9 @@ def expand(
 
 
 def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[int, ...], tuple[int, ...]]:
-    """Evaluates the `include` entries that match no combination of a recipe's models, quantizations and
-    targets. Returns (combinations that they add, indices of entries that add none because they do not name
-    all three, indices of entries that repeat an added combination)."""
+    """Evaluates `include` entries, in order, that match none of the combinations which the `exclude` entries
+    of a recipe's matrix leave. Returns (combinations that they add, indices of entries that add none because
+    they do not name all three, indices of entries that repeat an added combination)."""
     loose: list[int] = []
     repeated: list[int] = []
     entry_of_cell: dict[Names, int] = {}
@@ -137,6 +137,7 @@ class _Index:
         model, a quantization, a target, or several of these, and matches if all of them occur in the
         combination. The result has one list for entries that name only a model, one for those that name a
         model and a target, and so on; lists without a match are absent. The lists are those of the index
-        itself, which the caller may empty. names: (model, quantization, target) of the combination."""
+        itself: if the caller empties one, its entries match no combination any more. names: (model,
+        quantization, target) of the combination."""
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

@@ -34,8 +34,9 @@ class Reading:
     directory: Path
     """Absolute path of the recipe's directory, to which paths in the recipe are relative."""
     project: Path
-    """The directory of the recipe's project, with symbolic links resolved. Paths in the recipe must not leave
-    it unless the user has allowed that."""
+    """The directory of the recipe's project, with symbolic links resolved: the root of the Git checkout that
+    contains the recipe, or the recipe's directory if there is none. Paths in the recipe must not leave it
+    unless the user has allowed that."""
     allow_outside: bool
     bad: frozenset[Where]
     """Paths of the values in a recipe that the JSON schema rejected. `get` returns None for these paths."""
@@ -108,8 +109,8 @@ class Reading:
 
 
 def project_of(directory: Path) -> Path:
-    """Returns the root of the Git checkout that contains `directory`, with symbolic links resolved;
-    `directory` itself if it is in none."""
+    """Returns the root of the Git checkout that contains `directory`, or `directory` itself if it is in none;
+    absolute in both cases, with symbolic links resolved."""
     real = directory.resolve()
     for candidate in (real, *real.parents):
         if kind(candidate / ".git") != "missing":
@@ -118,8 +119,8 @@ def project_of(directory: Path) -> Path:
 
 
 def resolved(path: Path) -> Path | None:
-    """Returns an absolute path without symbolic links; None if they form a loop or the system rejects the
-    path."""
+    """Returns `path`, which need not exist, as an absolute path with symbolic links resolved; None if they
+    form a loop or the system rejects the path."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):
@@ -127,7 +128,7 @@ def resolved(path: Path) -> Path | None:
 
 
 def loops(path: Path) -> bool:
-    """Returns True if symbolic links in a path form a loop."""
+    """Returns True if symbolic links in a path form a loop; False for any other path, existing or not."""
     try:
         path.stat()
     except OSError as error:

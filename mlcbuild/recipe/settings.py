@@ -45,12 +45,12 @@ class Verify:
     """Limits on a bundle's deviation from the original model in float32; None means no limit."""
 
     prompts: Path | tuple[str, ...]
-    """Absolute path of a text file with one prompt per line, or the prompts themselves; () if the recipe's
-    are missing or invalid, which is one of its problems."""
+    """The prompts on which the bundle is compared with the original model: absolute path of a text file with
+    one on each line, or the prompts themselves; () if the recipe's are missing or invalid, which is one of
+    its problems."""
     max_kl: float | None = None
-    """Maximum mean Kullback-Leibler divergence of the bundle's next-token distributions from the model's,
-    in nats.
-    """
+    """Maximum mean Kullback-Leibler divergence KL(original model || bundle) of the next-token distributions,
+    in nats."""
     min_top1: float | None = None
     """Minimum share of tokens, 0 to 1, for which bundle and original model agree on the most likely next
     token.
@@ -58,7 +58,8 @@ class Verify:
     max_perplexity_increase: float | None = None
     """Maximum relative increase of the perplexity over that of the original model: 0.02 allows 2 %."""
     place: Place | None = None
-    """File, line and column of the `verify` section in the recipe, for messages."""
+    """File, line and column of the `verify` section in the recipe (of several that apply, the last), for
+    messages."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ recipe)."""
 
 @dataclass(frozen=True)
 class _Layer:
-    """The settings that one place in a recipe states: either the top-level sections, or one `include` entry
-    of the matrix."""
+    """The settings under `compile` and `verify` that one place in a recipe states: either its top level, or
+    one `include` entry of the matrix."""
 
     where: Where
     compile: _Written
@@ -104,7 +105,8 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
     """Returns the settings of a recipe for combinations to which certain `include` entries of its matrix
     apply: indices of the entries, in order -> settings. A value of an entry replaces those of the entries
     before it and of the top-level sections. uses: the tuples of indices to compute; () means that no entry
-    applies. For invalid settings, problems are added to the recipe's list."""
+    applies. For invalid settings, problems are added to the recipe's list; those that the JSON schema rejects
+    count as absent."""
     look = cache(prompts_fault)  # Many entries may name the same file.
     base = _read_layer(reading, (), look)
     count = len(reading.items("matrix", "include"))
@@ -120,7 +122,7 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
 
 def read_bench(reading: Reading) -> Bench | None:
     """Returns the numbers of prompt and answer tokens in a recipe's `bench` section, with which speed is
-    measured, 128 and 64 where it states none; None if there is no such section."""
+    measured, 128 and 64 where it states none or an invalid one; None if there is no such section."""
     if not isinstance(reading.get("bench"), dict):
         return None
     values = {key: reading.get("bench", key) for key in ("prompt_tokens", "generate_tokens")}

@@ -88,9 +88,9 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
 def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], done: Substitution) -> bool:
     """Returns True if all references to variables in a text can be replaced, which the caller then does.
-    Otherwise records problems and the text's path in `done`, the result so far. The variables that the text
-    names, and the text itself, are recorded there in both cases. where: path of the text in the recipe;
-    variables: name -> variable."""
+    Otherwise adds the text's path to `failed` in `done`, the result so far, and problems there (for too much
+    text only once). In both cases, the names in the references are added to `used` and the text to `origins`
+    there. where: path of the text in the recipe; variables: name -> variable."""
     names = [match[1] for match in _REFERENCE.finditer(text) if match[0] != "$${"]
     if not names:
         return True
@@ -118,8 +118,8 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
 def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
     """Returns name -> variable for the entries of a recipe's `vars` with a scalar value; the JSON schema
     reports the others. settings: variable name -> value from the command line, which replaces the recipe's.
-    Wrong names and types of these, and values with a reference, are recorded as problems in `done`, the
-    result so far."""
+    One with a wrong name or type is a problem in `done`, the result so far, and ignored. A value with a
+    reference is a problem, too, but in the result."""
     section = document.get((SECTION,))
     variables: dict[str, Variable] = {}
     for name, value in (section if isinstance(section, dict) else {}).items():
@@ -146,8 +146,9 @@ def _variables(document: Document, settings: Mapping[str, str], done: Substituti
 
 
 def _like(old: Scalar, text: str) -> Scalar:
-    """Parses a text of the command line as a value of the same kind (text, number, or boolean) as `old`, the
-    variable's value in the recipe; returns None if that is impossible."""
+    """Parses a text of the command line as a value of the same kind (text, number, or boolean; integers and
+    fractions are one kind) as `old`, the variable's value in the recipe; returns None if that is
+    impossible."""
     if isinstance(old, str):
         return text
     new = scalar(text)
