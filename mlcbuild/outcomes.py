@@ -43,7 +43,7 @@ class RecipePlan:
     steps that build and check it."""
     memory: Mapping[str, dict[str, int] | None]
     """Name of a variant -> {"weights", "kv_cache", "workspace": bytes of memory while its bundle is served},
-    without "workspace" before its library is compiled; None for a model that is not downloaded yet."""
+    without "workspace" before its library is compiled; None for a model on a hub before that."""
 
     @property
     def steps(self) -> tuple[Planned, ...]:
@@ -73,8 +73,9 @@ class VariantResult:
     """How the variant failed, if one of its steps did, or the reason why a finished bundle was not verified;
     "" otherwise."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value of what was measured: accuracy (kl_mean, top1_agreement, perplexity ...) and speed in
-    tokens per second (speed_prefill, speed_decode_8 ...); empty if nothing was."""
+    """Name -> value of what was measured on the bundle: accuracy (kl_mean in nats per token, top1_agreement
+    from 0 to 1, perplexity ...) and tokens per second (speed_prefill, and speed_decode_8 for 8 sequences
+    together ...); empty if nothing was measured."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """The JSON document of the step that chose formats under a budget of size or loss, with the bits of each
     matrix and the curve of KL divergence against bytes; {} if the variant has no budget, or the step has no
@@ -87,7 +88,8 @@ class VariantResult:
 
     @property
     def bundle(self) -> Path | None:
-        """Returns the absolute path of the variant's finished bundle; None if there is none."""
+        """Returns the absolute path of the variant's bundle if this run built or reused it; None otherwise,
+        even if the directory has the bundle of an earlier run."""
         return self.product.variant.output if self.is_done else None
 
     @property
@@ -109,7 +111,8 @@ class Result:
     run: RunResult
     log: RunLog
     warned: bool = False
-    """True if the run reported damage in the store or problems of a remote cache."""
+    """True if the run reported a warning, such as damage in the store, a problem of a remote cache or a lost
+    worker."""
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
@@ -127,9 +130,8 @@ class Result:
 
     @property
     def failures(self) -> tuple[MlcbuildError, ...]:
-        """Returns the errors of failed steps, then those of bundles that could not be written to their
-        directories.
-        """
+        """Returns the errors of failed steps, in the order of the plan, then those of bundles that could not
+        be written to their directories."""
         errors = [step.error for step in self.run.steps] + [item.error for item in self.variants]
         return tuple(error for error in errors if error is not None)
 
@@ -142,13 +144,15 @@ class Result:
     @property
     def exit_code(self) -> int:
         """Returns the exit code of `mlcbuild run`: 130 when interrupted, else that of the first failed step's
-        error, else the largest of the errors of bundles that could not be written, else 0."""
+        error, in the order of the plan, else the largest exit code of the errors for which bundles could not
+        be written, else 0."""
         errors = [item.error.exit_code for item in self.variants if item.error is not None]
         return self.run.exit_code or max(errors, default=0)
 
     def check(self) -> None:
-        """Raises the first error of the run, or MlcbuildError if the run was interrupted; does nothing if it
-        succeeded."""
+        """Raises the error of the first failed step in the order of the plan or, without one, of the first
+        bundle that could not be written, even if the run was interrupted. Without such errors, raises
+        MlcbuildError if it was interrupted, and does nothing otherwise."""
         for error in self.failures:
             raise error
         if self.run.interrupted:
@@ -172,8 +176,8 @@ def finish(
     pipeline: Pipeline, products: Sequence[Product], result: RunResult, store: Store, signer: Signer | None
 ) -> tuple[VariantResult, ...]:
     """Writes the bundles of variants whose steps succeeded to their directories, and returns the result of
-    every variant. If verification refused a variant's bundle, moves the bundle of an earlier run out of the
-    variant's directory.
+    every variant. If verification refused a variant's bundle, renames the variant's directory NAME, if it
+    holds a bundle of an earlier run, to .NAME.refused.
 
     signer: key that signs the provenance of bundles, or None. An output that cannot be written fails only its
     variant.
@@ -206,8 +210,8 @@ def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]
 def _failure(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> str:
     """Returns a text that says how a variant failed.
 
-    If the step `verify` refused the bundle, moves the bundle of an earlier run away from the output
-    directory, so that nobody ships it by mistake.
+    If the step `verify` refused the bundle, renames the output directory NAME with the bundle of an earlier
+    run to .NAME.refused, so that nobody ships it by mistake.
     """
     verified = steps.get(run.pipeline.graph.resolve(product.verify)) if product.verify is not None else None
     if verified is None or not isinstance(verified.error, VerificationError):
@@ -242,7 +246,8 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
 
 def _budget(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> dict[str, Any]:
     """Returns the JSON document that was written by the step which chose a variant's formats under a budget
-    of size or loss; {} if there is no such step or its files are not here."""
+    of size or loss; {} if there is no such step, it has not succeeded, or its files are not on this machine.
+    """
     name = next((name for name in product.steps if name.startswith("budget/")), None)
     step = steps.get(run.pipeline.graph.resolve(name)) if name is not None else None
     if step is None or step.record is None:
@@ -257,7 +262,8 @@ def _budget(run: Finished, product: Product, steps: Mapping[str, StepResult]) ->
 
 def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
     """Returns speed_prefill, speed_decode_1 and speed_decode_<largest batch> -> tokens per second of a
-    bundle; {} without a measurement. measured: result of the step that measured them, or None."""
+    bundle, all sequences of the batch together; {} without a measurement. measured: result of the step that
+    measured them, or None."""
     if measured is None or measured.record is None:
         return {}
     (entry,) = measured.record.files
@@ -273,7 +279,8 @@ def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
 
 
 def run_log(pipeline: Pipeline, result: RunResult, clock: Clock, variants: Sequence[VariantResult]) -> RunLog:
-    """Returns the log of a finished run, in the form that `mlcbuild report` and CI systems read."""
+    """Returns the RunLog of a finished run, which `mlcbuild report` and CI systems read: its machine, times,
+    steps and variants. clock: recorded the times of the run's steps."""
     steps = {step.name: step for step in result.steps}
     return RunLog(
         pipeline.recipe.name,
@@ -315,7 +322,7 @@ def _logged(pipeline: Pipeline, steps: Mapping[str, StepResult], item: VariantRe
 
 def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Store) -> dict[str, int] | None:
     """Returns "weights", "kv_cache" and "workspace" -> bytes of memory while a variant's bundle is served;
-    None for a model that is not downloaded.
+    None for a model on a hub whose library is not compiled.
 
     A compiled library states all three. Before compilation, weights (an upper bound while formats are not
     chosen) and KV cache are computed from the recipe, and the workspace is missing. Raises StoreError if the
@@ -359,7 +366,9 @@ def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
 
 def explained(planned: Planned, changes: tuple[Change, ...], lacks: Mapping[str, str]) -> Explanation:
     """Returns the explanation of a planned step. changes: differences from its most similar record; lacks:
-    step name -> the tool or device that this machine lacks, which then is the reason stated."""
+    step name -> the tool or device that this machine lacks, which is the reason stated if the step would run.
+    For a step in `lacks`, differences without a new value, such as the versions of its tools, are left out.
+    """
     if planned.name in lacks:
         # A step that lacks one tool names the version of none: those of the others are no change.
         changes = tuple(change for change in changes if change.after is not None)

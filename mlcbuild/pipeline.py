@@ -74,8 +74,9 @@ class Product:
 
     variant: Variant
     steps: tuple[str, ...]
-    """Names of all build steps of one variant of a recipe, those shared with other variants included. The
-    directory of a local checkpoint is no step, and left out."""
+    """Names of the steps that build and verify one variant of a recipe, those shared with other variants
+    included. Its sources (`fetch/<model>`, whether a download or a local directory) and the measurement of
+    its speed are left out."""
     library: str
     bundle: str
     verify: str | None
@@ -106,8 +107,8 @@ class Pipeline:
     graph: Graph
     products: tuple[Product, ...]
     configs: Mapping[str, ModelConfig]
-    """Name of a model of the recipe -> its config, for models whose config.json is on this machine
-    already."""
+    """Name of a model of the recipe -> its config, for models that are local checkpoints; the config of a
+    model on a hub is not read before the run."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Name of a step that cannot run here -> what this machine lacks and the user must install."""
     recipe_digest: str = ""
@@ -133,7 +134,8 @@ class Pipeline:
 
     def _until_bundle(self, product: Product) -> Product:
         """Returns a copy of `product`, the step names of one variant, that ends with its bundle, without
-        verification. Each name is replaced by the one under which the dependency graph holds the step."""
+        verification and measurement of speed. Each name is replaced by the one under which the dependency
+        graph holds the step."""
         resolve = self.graph.resolve
         return Product(
             product.variant,
@@ -180,11 +182,12 @@ class _Assembly:
     bench: Bench | None
     nodes: dict[str, Node] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
-    """First 12 digits of a digest of a model's config, or of its config file while that is not downloaded ->
-    name of the first step that produces this config."""
+    """First 12 digits of the digest of a model's config, or, for a model on a hub, of its config file -> name
+    of the first step that produces this config."""
     tools: dict[targets.Target, Mapping[str, str]] = field(default_factory=dict)
     lacks: dict[targets.Target, str] = field(default_factory=dict)
-    """Target -> message that names what this machine lacks for building for this target."""
+    """Target -> message that names what this machine lacks for building for this target; targets for which
+    nothing is missing have no entry."""
 
     def add(self, variant: Variant) -> Product:
         checkpoint = self.checkpoints[variant.model.name]
@@ -246,8 +249,8 @@ class _Assembly:
         self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
     ) -> tuple[str, ...]:
         """Adds the steps that choose a format for each matrix to the build graph, for a variant with a budget
-        or with `as-is` for a checkpoint that is not downloaded, and returns their names; the step with the
-        choice is the last. Returns () for any other variant."""
+        or with `as-is` for a checkpoint on a hub, and returns their names; the step with the choice is the
+        last. Returns () for any other variant."""
         if variant.scheme.choices:
             return (self._keep_apart(formats_step(variant, checkpoint, config)),)
         if variant.scheme.budget is None:

@@ -18,8 +18,8 @@ _last = 0.0
 
 def report(done: int, total: int = 0, unit: str = "") -> None:
     """Calls the listener, if there is one, with the progress of a build step: `done` of `total` units of work
-    are finished. Reports less than 0.2 s after the last one are dropped, unless the work is done. total: 0 if
-    unknown; unit: for example "B" for bytes. It is cheap enough for inner loops."""
+    are finished. Reports less than 0.2 s after the last one that reached it are dropped, unless the work is
+    done. total: 0 if unknown; unit: for example "B" for bytes. It is cheap enough for inner loops."""
     global _last  # noqa: PLW0603 - one listener per process, as there is one standard output
     now = time.monotonic()
     if _listener is not None and (now - _last >= _PERIOD or done == total):

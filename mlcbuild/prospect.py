@@ -45,42 +45,42 @@ _ADAPTED = (
     "'as-is' keeps the values of quantized tensors, and adapters change them; choose a scheme such as q4a8_1"
 )
 UNKNOWN_MEMORY = 4 << 30
-"""Largest number of bytes assumed for the float32 weights of a model that is not downloaded yet. The memory
-of its steps is estimated from it."""
+"""Largest number of bytes assumed for the float32 weights of a model on a hub, whose config is not read
+before the run. The memory of its steps is estimated from it."""
 _GROWTH = 16
-"""Maximum ratio of a model's size in float32 to that of its GGUF file: 16 if all tensors have 2 bits per
-weight."""
+"""Assumed maximum ratio of a model's size in float32 to that of its GGUF file: 16, as if all tensors had 2
+bits per weight."""
 PROCESS_MEMORY = 300 << 20
 """Bytes of memory that a step's Python process with NumPy takes, including a reserve."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The properties of a recipe's model that can be read before any step runs."""
+    """The properties of a recipe's model that can be read before any step runs, such as its config. A
+    checkpoint on a hub is not opened, even if an earlier run downloaded it."""
 
     model: RecipeModel
     node: Node
     label: str
-    """First 12 hexadecimal digits of the BLAKE3 digest of the model's config, or of the SHA-256 of its
-    config.json or GGUF file while that is not downloaded; part of the names of steps."""
+    """First 12 hexadecimal digits of the BLAKE3 digest of a local model's config, or of the SHA-256 of the
+    config.json or GGUF file of a model on a hub; part of the names of steps."""
     config: ModelConfig | None
-    """The config of the model; None while its checkpoint is not downloaded."""
+    """The config of a local model; None for a model on a hub."""
     kind: CheckpointKind = SAFETENSORS
     file: str | None = None
-    """Path of a checkpoint that is a GGUF file, relative to the directory of the graph node that provides it;
-    None for a checkpoint that is a directory."""
+    """Path of a checkpoint's GGUF file (the first if it has several), relative to the directory of the graph
+    node that provides it; None for a checkpoint that is a directory."""
     most: int = UNKNOWN_MEMORY
     """Upper bound, in bytes, of the checkpoint's weights in float32, used while the config is unknown."""
     root: Path | None = None
-    """The path of the GGUF file or of the checkpoint's directory; None for a checkpoint that is not
-    downloaded."""
+    """The path of the GGUF file (the first of several) or of the checkpoint's directory; None for a
+    checkpoint on a hub."""
     settings: str = ""
-    """The checkpoint's quantization_config as JSON; "" for unquantized weights, and while it is not
-    downloaded.
-    """
+    """The local checkpoint's quantization_config as JSON; "" for unquantized weights, GGUF files and
+    checkpoints on a hub."""
     adapters: tuple[Node, ...] = ()
-    """The graph nodes that provide the directories of the LoRA adapters merged into the checkpoint, in
-    order."""
+    """The graph nodes that provide the directories of the LoRA adapters merged into the checkpoint, in the
+    recipe's order."""
 
     @property
     def name(self) -> str:
@@ -95,15 +95,16 @@ class Checkpoint:
     @property
     def weights_params(self) -> dict[str, Json]:
         """Returns name -> value of the parameters that every step has which reads this checkpoint's weights:
-        "file", the path of a GGUF file, and "adapters", the factor of each LoRA adapter as text. A name is
-        left out if there is no such file or adapter."""
+        "file", the path of a GGUF file, and "adapters", the list of the LoRA adapters' factors as texts. A
+        name is left out if there is no such file or adapter."""
         factors: list[Json] = [repr(adapter.weight) for adapter in self.model.adapters]
         return {**self.params, **({"adapters": factors} if factors else {})}
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the names of the Python modules that steps load by name when they read this checkpoint's
-        weights."""
+        """Returns the dotted names of the Python modules that steps load by name when they read this
+        checkpoint's weights; all readers of quantized weights for a checkpoint on a hub, except a GGUF file.
+        """
         readers: tuple[str, ...] = ()
         if self.config is None and self.file is None:
             readers = methods()  # config.json may name any of these methods.
@@ -114,20 +115,19 @@ class Checkpoint:
     @property
     def families(self) -> tuple[str, ...]:
         """Returns the names of the model families, such as "llama", whose code may run in the step
-        `config/<model>`, which converts the checkpoint's config.json: all families while that file is not
-        downloaded."""
+        `config/<model>`: all families for a model on a hub, whose config is not read before the run."""
         return family_names() if self.config is None else (self.config.family,)
 
     @cached_property
     def parameters(self) -> tuple[Param, ...]:
-        """Returns the parameters (weights) of the model; () while its config is unknown."""
+        """Returns the parameters (weights) of a local model; () for a model on a hub."""
         return listed_parameters(self.config) if self.config is not None else ()
 
     @cached_property
     def largest(self) -> int:
         """Returns the size in bytes of the model's largest matrix with float32 elements. Each expert's matrix
-        counts alone, since build steps read experts one at a time. While the model's config.json is unknown,
-        returns a quarter of the upper bound that is assumed for all weights."""
+        counts alone, since build steps read experts one at a time. For a model on a hub, returns a quarter of
+        the upper bound that is assumed for all weights."""
         if self.config is None:
             return self.most // 4
         return 4 * max(math.prod(param.matrix or param.shape) for param in self.parameters)
@@ -141,8 +141,8 @@ def check(recipe: Recipe) -> None:
 
 
 def faults(models: Iterable[RecipeModel]) -> Iterator[Problem]:
-    """Yields the problems of a recipe's local models: invalid configs, damaged or missing files, wrong
-    adapters. `recipe.load` reports them together with all others."""
+    """Yields the problems of a recipe's local models and local LoRA adapters: invalid configs, damaged or
+    missing files, wrong adapters. `recipe.load` reports them together with all others."""
     read = cache(_read_local)  # cached, since many models may share a directory
     for model in models:
         yield from _adapter_faults(model)
@@ -168,8 +168,8 @@ def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
 def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
     """Reads the checkpoints of the variants' models, checks that the variants fit them, and returns model
     name -> its checkpoint. lock: the pinned files of models on a hub; if it is None, only local models are
-    examined. Raises InputError with all problems of the local models, or else the first of a model on a hub,
-    or else all of the variants."""
+    examined. Raises InputError with all problems of the local models; if none, with the first of a model on a
+    hub; then with all of variants with `as-is`; then with all others."""
     variants = list(variants)
     models = {variant.model.name: variant.model for variant in variants}
     problems = Problems(faults(models.values()))
@@ -218,11 +218,11 @@ def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
 
 def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoint]) -> tuple[Variant, ...]:
     """Returns the variants, with each scheme `as-is`, which keeps a checkpoint's quantized values, replaced
-    by formats that hold them or, for a checkpoint that is not downloaded, by all formats among which a later
-    step chooses. A variant with `as-is` is left out if its model is not in `checkpoints`.
+    by formats that hold them or, for a checkpoint on a hub, by all formats among which a later step chooses.
+    A variant with `as-is` is left out if its model is not in `checkpoints`.
 
-    checkpoints: name of a model -> its checkpoint. Raises InputError if no formats hold a checkpoint's
-    tensors, or if adapters would change them.
+    checkpoints: name of a model -> its checkpoint. Raises InputError if a local checkpoint is not quantized
+    or cannot be read, or if adapters would change its values.
     """
     complete, problems = [], Problems()
     resolve = cache(_resolved)
@@ -247,8 +247,8 @@ def _resolved(
     scheme: quant.Scheme, root: Path | None, config: ModelConfig | None, settings: str
 ) -> quant.Scheme | str:
     """Returns a copy of `scheme` with the formats of a quantized checkpoint in place of `as-is`, or an error
-    message. root: the checkpoint's path, None if it is not downloaded: all formats are then candidates;
-    settings: its quantization_config as JSON."""
+    message. root: the checkpoint's path, None for one on a hub: all formats are then candidates; settings:
+    its quantization_config as JSON, "" without one."""
     from mlcbuild.checkpoints.checkpoint_views import views_for  # loads NumPy
     from mlcbuild.checkpoints.gguf_names import names_in_file
     from mlcbuild.checkpoints.mapping import locate
@@ -300,11 +300,13 @@ class _Local:
     """Paths of the files that build steps read from a local checkpoint, relative to its directory."""
     config: ModelConfig
     digest: str
-    """BLAKE3 digest, in hexadecimal, of the ModelConfig that the checkpoint's config.json describes."""
+    """BLAKE3 digest, in hexadecimal, of the ModelConfig that config.json or the header of the GGUF file
+    describes."""
     file: str | None = None
-    """Name of the GGUF file, for a checkpoint that is a single GGUF file; None for a directory."""
+    """Name of the GGUF file, the first if the checkpoint has several; None for a checkpoint in safetensors or
+    PyTorch files."""
     settings: str = ""
-    """The local checkpoint's quantization_config as JSON; "" for unquantized weights."""
+    """The local checkpoint's quantization_config as JSON; "" for unquantized weights and GGUF files."""
 
 
 def _local(model: RecipeModel, root: Path, read: Callable[[Path], _Local | list[str]]) -> Checkpoint:
@@ -321,8 +323,8 @@ def _local(model: RecipeModel, root: Path, read: Callable[[Path], _Local | list[
 
 
 def _read_local(root: Path) -> _Local | list[str]:
-    """Reads the config and the file list of the local checkpoint at the path `root`, and returns them; a list
-    of error messages instead if it is invalid."""
+    """Reads the config and the file list of the local checkpoint at `root`, a directory or a GGUF file, and
+    returns them; a list of error messages instead if it is invalid."""
     try:
         if root.suffix == ".gguf":
             return _read_gguf(root)
@@ -344,9 +346,8 @@ def _read_local(root: Path) -> _Local | list[str]:
 
 
 def _read_gguf(path: Path) -> _Local:
-    """Reads the header of a GGUF file and returns it as a local checkpoint. Raises CheckpointError for a
-    damaged file.
-    """
+    """Reads the header of a GGUF file and returns it as a local checkpoint. Raises CheckpointError if the
+    file is damaged or another file of the same model is missing."""
     from mlcbuild.checkpoints.gguf_config import read_config  # loads NumPy
     from mlcbuild.checkpoints.gguf_file import parts
 

@@ -1,4 +1,4 @@
-"""Names the tensors of a checkpoint: those that make up each parameter, and those that may be ignored."""
+"""Defines which tensors of a checkpoint make up each parameter of a model, and which may be ignored."""
 
 from __future__ import annotations
 
@@ -62,17 +62,18 @@ class Piece:
 
     @property
     def in_order(self) -> bool:
-        """Returns True if a checkpoint's tensor holds exactly the rows and columns of a model's parameter, in
-        the same order, so that it can be used as it is: without selecting rows or columns, and without
-        transposing."""
+        """Returns True if all rows and columns of a checkpoint's tensor belong to one parameter of the model,
+        in the same order, so that the tensor can be used as it is: without selecting rows or columns, and
+        without transposing."""
         return not (self.block or self.columns or self.transposed)
 
     def to_json(self) -> list[Json]:
         """Returns this description of a checkpoint's tensor as the JSON list [tensor, rows, block, take,
         columns, transposed], of which only the first two or four entries are written if the others have their
-        default. tensor: its name; rows: how many rows of a model's parameter it holds; block: rows per block
-        of the tensor, or 0; take, columns: [start, stop, step] of the parameter's rows in each block, and of
-        its columns; transposed: true if the tensor stores the matrix transposed."""
+        defaults (0, [], [], false). tensor: its name; rows: how many rows of a model's parameter it holds;
+        block: rows per block of the tensor, or 0; take, columns: lists of ranges [start, stop, step] of the
+        parameter's rows in each block, and of its columns; transposed: true if the tensor stores the matrix
+        transposed."""
         more: list[Json] = [self.block, _lists(self.take), _lists(self.columns), self.transposed]
         return [
             self.tensor,
@@ -107,7 +108,8 @@ class TensorNames:
     """Parameter name -> descriptions of the tensors in a checkpoint whose rows, joined along axis 0, are the
     parameter. The order of names is that in which weights are stored."""
     unused: str = ""
-    """Regular expression for the names of those tensors in a checkpoint that no model of the family reads."""
+    """Regular expression that matches the whole name of those tensors in a checkpoint that no model of the
+    family reads; "": there are none."""
 
     def to_json(self) -> dict[str, Json]:
         """Returns {"sources": parameter name -> list of the checkpoint's tensors that hold it, each the JSON
@@ -141,16 +143,16 @@ _OTHER_PARTS = re.compile(
     r"(model\.)?(?P<part>vision_tower|vision_model|visual|vision_encoder|multi_modal_projector|audio_tower"
     r"|vision_projection|patch_merger|embed_vision|embed_audio|mtp)\..*"
 )
-"""Matches names of a checkpoint's tensors that belong to parts of the model which compute no text: vision,
-audio, draft tokens (mtp)."""
+"""Matches, as a whole (fullmatch), names of a checkpoint's tensors that belong to parts of the model which
+compute no text: vision, audio, draft tokens (mtp)."""
 
 
 def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:
     """Returns the reason why a checkpoint's tensor that no parameter needs may be ignored, or None if it may
     not be.
 
-    tensor: its name. unused: regular expression for the names of tensors that no model of the family reads;
-    "": there are none.
+    tensor: its name. unused: regular expression for the whole names of tensors that no model of the family
+    reads; "": there are none.
     """
     if _ROTARY_TABLE.fullmatch(tensor):
         return "old checkpoints store the rotary frequencies, which config.json already gives"

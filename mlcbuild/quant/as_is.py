@@ -39,8 +39,8 @@ FORMATS: Mapping[str, str] = {
 stored in float32.
 """
 _NOT_IN_GGUF: Mapping[str, str] = {"Q6_1": "q8_1"}
-"""Type of a tensor in checkpoints other than GGUF, named in GGUF's style -> name of the smallest stored
-format that can hold its values. Q6_1 has 6 bits, a scale and a minimum."""
+"""Type of a tensor in checkpoints other than GGUF (GPTQ, AWQ, MLX, compressed-tensors), named in GGUF's style
+-> name of the smallest stored format that can hold its values. Q6_1 has 6 bits, a scale and a minimum."""
 _MIXED = (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k")
 _EXACT = "f32"
 UNQUANTIZED = (
@@ -79,9 +79,9 @@ def is_as_is(scheme: Scheme) -> bool:
 
 
 def undecided(scheme: Scheme) -> Scheme:
-    """Returns the scheme `as-is` for a checkpoint that is not downloaded. Its `choices` are all formats that
-    can store quantized tensors, among which a build step chooses by the types of the checkpoint's tensors.
-    The overrides of `scheme` stay, and decide first."""
+    """Returns the scheme `as-is` for a checkpoint on a hub. Its `choices` are all formats that can store
+    quantized tensors, among which a build step chooses by the types of the checkpoint's tensors. The
+    overrides of `scheme` stay, and decide first."""
     names = sorted({*FORMATS.values(), *_NOT_IN_GGUF.values(), *_MIXED, _EXACT})
     choices = {
         other.name: other for other in (*map(_scheme, names), *(other for _, other in scheme.overrides))

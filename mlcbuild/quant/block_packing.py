@@ -16,16 +16,16 @@ from mlcbuild.quant.floats import Array, not_finite
 from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS, low_bits
 
 _LARGEST_SCALE = np.float32(2.0**120)
-"""Limit that the scales and minima of quantized checkpoints must not reach: products of larger ones with
-codes might be infinite. No published file comes near."""
+"""Limit, 2**120, that the magnitudes of scales and minima of quantized checkpoints must not reach: products
+of larger ones with codes might be infinite. No published file comes near."""
 
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
     """Packs the codes, scales and minima of a quantized matrix in tiles of 16 rows and groups of 32 columns
-    (the layout x16). Returns codes, uint8 [tiles, groups, 64 * bits], then scales [tiles, groups, 16] or, if
-    a scale is an integer times a float16, these integers uint8 [tiles, groups, 16 or 32] and float16 [tiles,
-    blocks of 256 columns, 16]; then minima alike, if the format has them. blocks: the format's types of codes
-    and scales; rows: consecutive rows of the matrix.
+    (the layout x16). Returns codes, uint8 [tiles, groups, 64 * bits], then scales [tiles, scales of a row,
+    16] or, if a scale is an integer times a float16, these integers uint8 in the same shape and float16
+    [tiles, blocks of 256 columns, 16]; then minima alike, if the format has them. blocks: the format's types
+    of codes and scales; rows: consecutive rows of the matrix.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or of a magnitude of
     2**120 or more.
@@ -38,17 +38,19 @@ def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array
 
 def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
     """Packs the codes, scales and minima of a quantized matrix row by row (the layout `row`) and returns
-    (q_weight, q_scale), each [rows, numbers of a row]. blocks: the format's types of codes and scales; rows:
-    consecutive rows of the matrix; name: its name in messages. Raises CheckpointError if a scale or a minimum
-    is NaN, or of a magnitude of 2**120 or more."""
+    (q_weight, q_scale): the codes in words, uint32 [rows, words of a row], and scales with minima, [rows,
+    numbers of a row]. blocks: the format's types of codes and scales; rows: consecutive rows of the matrix;
+    name: its name in messages. Raises CheckpointError if a scale or a minimum is NaN, or of a magnitude of
+    2**120 or more."""
     return row_packing.pack_blocks(blocks, _joined(blocks, rows, name))
 
 
 def _joined(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> list[NDArray[Any]]:
     """Converts quantized rows to the numbers that a format stores, and returns a list of arrays with all
     rows: codes uint8 [rows, columns], then scales and, if the format has them, minima, each [rows, numbers of
-    a row]. rows: consecutive rows of a matrix, in one or several objects. Raises CheckpointError, with `name`
-    in its message, if the magnitude of a scale or a minimum is not a finite number below 2**120."""
+    a row]; two-level ones as two arrays, first the groups' integers, uint8, then the floats shared by 256
+    weights. rows: consecutive rows of a matrix, in one or several objects. Raises CheckpointError, with
+    `name` in its message, if the magnitude of a scale or a minimum is not a finite number below 2**120."""
     parts = [_conformed(blocks, part, name) for part in rows]
     return [np.concatenate(fields) if len(parts) > 1 else fields[0] for fields in zip(*parts, strict=True)]
 
@@ -61,8 +63,10 @@ def _number_dtypes(blocks: Blocks) -> list[DTypeLike]:
 
 def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any], ...]:
     """Converts quantized rows to the numbers that a format stores, and returns the codes, uint8 [rows,
-    columns], then scales and minima, each [rows, numbers of a row], in the order of the format's tensors. If
-    the format has smaller groups of weights than `rows`, each scale and minimum is repeated for them.
+    columns], then scales and minima, each [rows, numbers of a row], in the order of the format's tensors;
+    two-level ones as two arrays, the groups' integers, uint8, and the floats shared by 256 weights. If the
+    format has smaller groups of weights than `rows`, each scale and minimum is repeated for them; if only the
+    format has minima, they are zero.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or its magnitude is
     2**120 or larger.
@@ -85,7 +89,8 @@ def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any]
 
 
 def _whole_tiles(array: NDArray[Any]) -> NDArray[Any]:
-    """Returns a two-dimensional array padded with rows of zeros to a multiple of 16 rows."""
+    """Returns a two-dimensional array padded with rows of zeros to a multiple of 16 rows; the array itself if
+    it has such a number."""
     missing = -len(array) % TILE_ROWS
     return np.pad(array, ((0, missing), (0, 0))) if missing else array
 
@@ -101,11 +106,11 @@ def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
 
 
 def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
-    """Packs codes, uint8 [rows, columns], in tiles of 16 rows (the layout x16) and returns uint8 [tiles,
-    groups of 32 columns, 64 * bits]. Its bytes are [line][row][weight of a quad], a quad being four
-    consecutive columns. Line j of four holds the low four bits of quad j and, above them, of quad 4 + j;
-    lines with the high bits follow. With 8 bits line j holds quad j; with 3 bits line j of two holds the low
-    two bits of quads j, 2 + j, 4 + j and 6 + j."""
+    """Packs codes, uint8 [rows, columns], in tiles of 16 rows (the layout x16), padded with rows of zeros,
+    and returns uint8 [tiles, groups of 32 columns, 64 * bits]. Its bytes are [line][row][weight of a quad], a
+    quad being four consecutive columns. Line j of four holds the low four bits of quad j and, above them, of
+    quad 4 + j; lines with the high bits follow, as `_high_bits` packs them. With 8 bits line j holds quad j;
+    with 3 bits line j of two holds the low two bits of quads j, 2 + j, 4 + j and 6 + j."""
     padded = np.ascontiguousarray(_whole_tiles(codes))
     groups = padded.shape[1] // GROUP
     words = padded.view(np.uint32).reshape(-1, TILE_ROWS, groups, QUADS).transpose(0, 2, 3, 1)
@@ -165,9 +170,9 @@ def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> 
 
 
 def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns: int) -> NDArray[np.float32]:
-    """Returns the scales, or the minima, of a matrix in tiles of 16 rows (the layout x16) as float32 [rows,
-    columns / group]. tensors: the stored numbers or, with two-level scales, the integer of each group and the
-    float16 of each 256 weights. steps: type of these integers."""
+    """Returns the scales, or the minima, of a matrix in tiles of 16 rows (the layout x16) as float32 [rows
+    rounded up to a multiple of 16, columns / group]. tensors: the stored numbers or, with two-level scales,
+    the integer of each group and the float16 of each 256 weights. steps: type of these integers."""
     first = _by_rows(tensors[0])
     if len(tensors) == 1:
         return first.astype(np.float32)
@@ -186,9 +191,9 @@ def _by_rows(tensor: Array) -> NDArray[Any]:
 
 
 def _codes(blocks: Blocks, q_weight: Array) -> NDArray[np.uint8]:
-    """Unpacks q_weight, the codes of a matrix in tiles of 16 rows (the layout x16), and returns them with one
-    byte each, uint8 [rows rounded up to a multiple of 16, columns]. q_weight: uint8 [tiles, groups of 32
-    columns, 64 * bits]."""
+    """Unpacks q_weight, the codes of a matrix in tiles of 16 rows (the layout x16), and returns them as they
+    are stored (at least 0), with one byte each: uint8 [rows rounded up to a multiple of 16, columns].
+    q_weight: uint8 [tiles, groups of 32 columns, 64 * bits]."""
     tiles, groups, _ = q_weight.shape
     lines = np.ascontiguousarray(q_weight).view(np.uint8).reshape(tiles, groups, -1, TILE_ROWS, QUAD)
     low = low_bits(blocks.bits)

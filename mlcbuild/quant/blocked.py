@@ -30,11 +30,13 @@ def tiles(blocks: Blocks) -> Format:
     of a quad]; quads 0..7 are four consecutive columns each. With 8 bits, line j holds quad j. With 4 to 6
     bits, line j of four holds the low four bits of quad j, and above them those of quad 4 + j; with 3 bits,
     line j of two holds the low two bits of quads j, 2 + j, 4 + j and 6 + j. The high bits follow: one bit of
-    each quad in one line, or two bits of quads 0..3 in a line and of 4..7 in another, lowest bits first.
+    each quad in one line, or two bits of quads 0..3 in a line and of 4..7 in another, the first quad in the
+    lowest bits.
 
-    q_scale is [tiles, groups, 16]. With two-level scales it is uint8 [tiles, groups, 16 or 32], the bits of
-    int8 factors of groups of 32 or 16 columns, and q_block is float16 [tiles, blocks of 256 columns, 16].
-    q_min and q_block_min, if there are minima, have the same shapes.
+    q_scale is [tiles, groups, 16]. With two-level scales it is uint8 [tiles, groups, 16], the bits of int8
+    factors, or [tiles, groups, 32] if factors belong to 16 columns (those of the first 16 columns come
+    first), and q_block is float16 [tiles, blocks of 256 columns, 16]. q_min and q_block_min, if there are
+    minima, have the same shapes; factors of minima are uint8, other minima float16.
     """
     return _format(blocks, tuple(_tensors(blocks)), TILE_ROWS, _bits_per_weight(blocks))
 
@@ -44,11 +46,11 @@ def rows(blocks: Blocks) -> Format:
     columns is a multiple of 32, or of 256 with two-level scales.
 
     q_weight is uint32 [N, words]: the low four bits of a row's codes, eight to a word from its low end, or
-    with 3 bits the low two, sixteen to a word; then their high bits in the same way. Codes of 8 bits lie four
-    to a word. q_scale is [N, groups] of the type of the scales; with minima it is uint32, the scale's float16
-    in the low half and the minimum's in the high one. With two-level scales it is uint32 [N, blocks * words]:
-    for each block of 256 columns its float16 numbers in one word, then a byte for each scale, then one for
-    each minimum.
+    with 3 bits the low two, sixteen to a word; then their high bits in the same way; then zeros up to a
+    multiple of 4 words. Codes of 8 bits lie four to a word. q_scale is [N, groups] of the type of the scales;
+    with minima it is uint32, the scale's float16 in the low half and the minimum's in the high one. With
+    two-level scales it is uint32 [N, blocks * words]: for each block of 256 columns its float16 numbers in
+    one word, in these halves, then a byte for each scale, then one for each minimum.
     """
     words = 1 + BLOCK_WEIGHTS // blocks.group // 4 * (1 + blocks.minimum)
     dtype = "uint32" if blocks.minimum or blocks.scale == "levels" else blocks.scale

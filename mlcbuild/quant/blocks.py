@@ -55,8 +55,7 @@ class Blocks:
 
     def holds(self, other: Blocks) -> bool:
         """Returns True if a format with these codes and scales can store, without change, every weight that
-        the codes and scales `other` can represent.
-        """
+        the codes and scales `other` can represent. Always False if their types of scales differ."""
         low, other_low = -self.zero, -other.zero
         high, other_high = (1 << self.bits) + low, (1 << other.bits) + other_low
         return (
@@ -75,7 +74,7 @@ class BlockRows:
     Each operation is rounded to float32."""
 
     codes: NDArray[np.int8] | NDArray[np.uint8]
-    """The codes of the weights, [rows, columns]."""
+    """The codes of the weights, [rows, columns]: int8 if they are signed, otherwise uint8."""
     scale: NDArray[np.float32]
     """The scales of the weights as float32: [rows, columns / 32], one for each group; or, with two-level
     scales, [rows, columns / 256], which `steps` multiplies by an integer for each group."""

@@ -37,7 +37,8 @@ def mixture(candidates: Sequence[Storage], base: str, overrides: Sequence[tuple[
     """Returns the candidate called `base` with overrides. candidates: the schemes to choose from; overrides:
     pairs (pattern of parameter names, name of the candidate for these parameters). The result has the name
     that a recipe's scheme with these overrides has, so that both give the same bytes: the base's name, "-"
-    and 8 digits of a digest, or only the base's without overrides."""
+    and 8 digits of a digest, or only the base's without overrides. Raises KeyError for a name that no
+    candidate has."""
     by_name = {candidate.name: candidate for candidate in candidates}
     if not overrides:
         return by_name[base]

@@ -1,5 +1,5 @@
-"""Converts floating point weights to float32, or rounds them to a stored dtype with checks for overflow and
-NaN."""
+"""Converts floating point weights to float32, or rounds them to a stored dtype; overflow and NaN raise
+CheckpointError."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def widened(raw: Array) -> NDArray[np.float32]:
 
 
 def _widen_half(raw: Array, out: NDArray[np.float32]) -> None:
-    """Converts the float16 numbers `raw` to float32, exactly, and writes them into `out`. It shifts integers,
-    because NumPy's own cast is three times slower on x86.
+    """Converts the numbers `raw`, of dtype float16, to float32, exactly, and writes them into `out`. It
+    shifts integers, because NumPy's own cast is three times slower on x86.
 
     The sign moves to bit 31, exponent and fraction to bits 13 and up; a product with 2**112 then corrects the
     exponent's bias, subnormals included. Infinities and NaN become numbers of magnitude 2**16 and above; if
@@ -92,8 +92,8 @@ def narrow(raw: Array, dtype: DTypeLike, scratch: Scratch, name: str) -> Array:
     """Returns `raw` rounded to `dtype`, float32 or float16, in scratch memory that the next call overwrites,
     or `raw` itself if it has that dtype. raw: float32, float16, or bfloat16 bits in uint16.
 
-    Raises CheckpointError, with `name` in its message, if an element is infinite or NaN, or too large for
-    float16.
+    Raises CheckpointError, with `name` in its message, if an element is infinite or NaN, or if `dtype` is
+    float16 and its magnitude is 65520 or more.
     """
     same = raw.dtype == np.dtype(dtype)
     out = raw if same else scratch.array("narrowed", raw.shape, dtype)

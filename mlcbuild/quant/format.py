@@ -70,7 +70,8 @@ class Format:
     bits_per_weight: float
     """Number of stored bits per weight, scales included, for a matrix whose size needs no padding."""
     bits: int = 0
-    """Number of bits of one quantized weight; 0: weights are stored as floating point numbers."""
+    """Number of bits of one quantized weight, scales not included; 0: weights are stored as floating point
+    numbers."""
     group_size: int = 0
     """Number of consecutive weights of a row that share a scale; 0 for a format without scales."""
     dtype: Literal["float32", "float16"] = "float16"
@@ -87,14 +88,14 @@ class Format:
     pack_blocks: Callable[[Sequence[BlockRows], str], Sequence[Array]] | None = None
     """Function of (consecutive rows of an already quantized matrix, the parameter's name for error messages)
     that returns the arrays in which this format stores the rows, such as codes and scales, without changing a
-    value. Raises CheckpointError for infinite or NaN scales and minima. None: the format cannot store
-    quantized rows."""
+    value. Raises CheckpointError for a scale or minimum that is NaN or of a magnitude of 2**120 or more.
+    None: the format cannot store quantized rows."""
     pack_calibrated: Callable[[Array, NDArray[np.float32], str], Sequence[Array]] | None = None
-    """Function of (rows of a matrix [N, K], the importance of each column, float32 [K], the parameter's name
-    for error messages) that quantizes the rows and returns the arrays in which this format stores them, such
-    as codes and scales. The scales minimize squared errors times the importance of their columns. Raises
-    CheckpointError for weights that the format cannot hold. None: the format's scales do not follow from
-    squared errors."""
+    """Function of (rows of a matrix [N, K], float32, float16 or bfloat16 bits in uint16; the importance of
+    each column, float32 [K]; the parameter's name for error messages) that quantizes the rows and returns the
+    arrays in which this format stores them, such as codes and scales. The scales minimize squared errors
+    times the importance of their columns. Raises CheckpointError for weights that the format cannot hold.
+    None: the format cannot consider importance."""
 
 
 @cache
@@ -105,7 +106,7 @@ def format_names() -> tuple[str, ...]:
 
 def format_module(name: str) -> str:
     """Returns the dotted name of the Python module that defines the stored format of weights `name`, such as
-    "q4s"."""
+    "q4s"; it is not checked that the format exists."""
     return f"{formats.__name__}.{name}"
 
 
@@ -145,5 +146,5 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """The size of the stored tensor in bytes."""
+        """Returns the size of the stored tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]

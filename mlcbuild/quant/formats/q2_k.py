@@ -1,6 +1,7 @@
 """The stored format `q2_k`: 4-bit codes from 0 to 15 and, for each group of 16 weights, a scale and a
-minimum, each the product of a float16 shared by 256 weights and a byte of the group; w = code * scale +
-minimum. It keeps the values of GGUF's Q2_K; it quantizes no weights itself."""
+minimum, each the product of a float16 shared by 256 weights and an integer of the group (int8 for scales,
+uint8 for minima); w = code * scale + minimum. It keeps the values of GGUF's Q2_K, whose codes are from 0 to
+3; it quantizes no weights itself."""
 
 from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks

@@ -1,9 +1,9 @@
 """The stored format `q4f32`: 4-bit codes with a float32 scale for each group of 32 weights, as in mlc-llm's
-q4f32_1.
+q4f32_1; w = (code - 7) * scale.
 
-code = clip(rint(w / scale + 7), 0, 15), where scale is the one of least weighted squared error (`fit` in
-search.py), with the sign of the weight of largest magnitude. The sixteenth code is used, which mlc-llm leaves
-unused; the meaning of the bytes is the same.
+code = clip(rint(w / scale + 7), 0, 15). scale is the one of least squared error, weighted by the magnitudes
+of the weights (`fit` in search.py), with the sign of the weight of largest magnitude. The sixteenth code is
+used, which mlc-llm leaves unused; the meaning of the bytes is the same.
 """
 
 from mlcbuild.quant.grouped import rows

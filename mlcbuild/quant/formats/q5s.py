@@ -1,9 +1,9 @@
-"""The stored format `q5s`: 5-bit codes with a signed float16 scale for each group of 32 weights, for products
-with int8 activations.
+"""The stored format `q5s`: 5-bit codes with a signed float16 scale for each group of 32 weights, w = (code -
+16) * scale, for products with int8 activations.
 
-code = clip(rint(w / scale + 16), 0, 31). scale is the one of least weighted squared error (`fit` in
-search.py), negated so that the weight of largest magnitude gets the code 0 or one near it, and rounded to
-float16.
+code = clip(rint(w / scale + 16), 0, 31). scale is the one of least squared error, weighted by the magnitudes
+of the weights (`fit` in search.py), rounded to float16. Its sign is opposite to that of the weight of largest
+magnitude, which gets the code 0 or one near it.
 """
 
 from mlcbuild.quant.grouped import rows, tiles
