@@ -31,15 +31,16 @@ _WAITING = 256
 
 @dataclass(frozen=True)
 class Pushed:
-    """The outcome of sending step records of a store to remote caches."""
+    """The outcome of sending step records of a store to remote caches: how many each remote received and
+    lacks."""
 
     records: int
-    """Number of step records of the store that had to be on each remote cache."""
+    """Number of step records that were to be on each remote cache, whether or not it had them before."""
     missing: Mapping[str, int]
-    """Name of a remote cache -> number of step results that it still lacks."""
+    """Name (URL) of a remote cache -> number of step results that it still lacks."""
     sent: Mapping[str, UploadCount] = field(default_factory=dict)
-    """Name of a remote cache -> numbers of step records and bytes that were uploaded to it. It already had
-    the other records."""
+    """Name (URL) of a remote cache -> numbers of step records, and of bytes of files without the records,
+    that were uploaded to it. It already had the other records."""
 
     @property
     def ok(self) -> bool:
@@ -48,7 +49,8 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The outcome of downloading the results of steps from remote caches."""
+    """The outcome of downloading the results of the steps of a plan: how many were downloaded, present and
+    absent."""
 
     fetched: int
     present: int
@@ -60,9 +62,8 @@ class Pulled:
 
 
 def shareable(records: Iterable[Record]) -> Iterator[Record]:
-    """Yields the step records that may be sent to other machines; leaves out damaged records, and results
-    that are valid on this machine only.
-    """
+    """Yields those of `records`, step records, that may be sent to other machines; leaves out damaged
+    records, and results that are valid on this machine only."""
     for record in records:
         with suppress(ValueError):  # The record is damaged in the part that states this.
             if record.info.shared:
@@ -103,7 +104,8 @@ def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], sig
 
 def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence[str] = ()) -> Pulled:
     """Downloads into a store the results of those steps of a plan that the store lacks and remote caches
-    have. The plan must have been computed with these caches.
+    have, and returns how many were downloaded, present before and absent. The plan must have been computed
+    with these caches.
 
     warnings: those of the plan. Raises RemoteError with all warnings if a download failed, or if there are
     warnings and a result is absent, StoreError if the store cannot be written; the results that were
@@ -145,7 +147,7 @@ def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CheckedStore:
-    """The result of checking every file of a store."""
+    """The result of checking every file of a store: what was damaged, missing and restored, with warnings."""
 
     check: upkeep.Verified
     warnings: tuple[str, ...] = ()
@@ -155,7 +157,8 @@ class CheckedStore:
 
 def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:
     """Checks all bytes of a store, removes damaged files, and downloads damaged and missing files from remote
-    caches, if any are passed. The result lists what was restored and what was not.
+    caches, if any are passed. The result lists what was restored and what was not; also damaged files that
+    cannot be removed.
 
     Raises StoreError when the store cannot be read or, if remote caches are passed, written.
     """

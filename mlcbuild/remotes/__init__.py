@@ -31,7 +31,8 @@ class Remote:
     """True for a remote cache to which results are uploaded only if the environment variable CI is set, to
     anything but "", "0" and "false"."""
     trust: tuple[str, ...] = ()
-    """Public keys, `ed25519:...`: step records must be signed by one of them; () accepts every record."""
+    """Public keys, `ed25519:...`: each step record must be signed with the private key of one of them; ()
+    requires no signature."""
 
     @property
     def reads(self) -> bool:

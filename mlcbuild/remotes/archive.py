@@ -109,7 +109,7 @@ def _add(archive: tarfile.TarFile, name: str, source: io.IOBase | BinaryIO, size
 
 def _add_blob(archive: tarfile.TarFile, store: Store, entry: Entry) -> None:
     """Adds the file of a blob to an archive. Raises StoreError if the bytes that were written do not match
-    the blob's digest, OSError if reading or writing fails."""
+    the blob's digest, after which the blob is removed from the store; OSError if reading or writing fails."""
     with store.blob(entry.digest).open("rb") as blob:
         source = _Hashed(blob)
         _add(archive, f"cas/{entry.digest}", source, entry.size)
@@ -166,9 +166,10 @@ def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
-    """Yields name and size in bytes of each member of a tar file, with `file` positioned at the member's
-    first byte, up to the block of zeros that ends the archive. Raises RefusedError for a damaged archive, or
-    one with unexpected members."""
+    """Yields name and size in bytes of each member of a tar file, up to the block of zeros that ends the
+    archive. `file` is positioned at the member's first byte, or behind the first member, which only states
+    the format; the caller need not read the bytes. Raises RefusedError for a damaged archive, and for members
+    with other names, too large records and names that occur twice."""
     names: set[str] = set()
     while (header := _read(file, _BLOCK)).strip(b"\0"):
         name, size = _header(header)
@@ -193,7 +194,7 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
 
 def _header(header: bytes) -> tuple[str, int]:
     """Returns name and size in bytes from the 512-byte header of a tar member. Raises RefusedError for a
-    header that is cut off or has a wrong checksum, and for anything but a regular file."""
+    header that is cut off or has a wrong checksum or size, and for anything but a regular file."""
     if len(header) < _BLOCK:
         raise RefusedError("it is cut off")
     name = header[:100].rstrip(b"\0").decode(errors="replace")
@@ -217,8 +218,8 @@ def _header(header: bytes) -> tuple[str, int]:
 def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, size: int) -> None:
     """Copies one blob from an archive into the store. It is hashed before it is written, because an archive
     of a few kB may claim to hold 1 TB of zeros. file: the archive, positioned at the blob's first byte;
-    digest, size: those that the archive states. Raises RefusedError if they are wrong, and StoreError, made
-    from an OSError, if the disk is too full."""
+    digest, size: those that the archive states. Raises RefusedError if they are wrong, and StoreError if the
+    store cannot be written, for example because the disk is full."""
     start, file_size = file.tell(), os.fstat(file.fileno()).st_size
     if size > file_size - start:
         raise RefusedError(f"cas/{digest} says that it has {size} bytes: more than the archive")

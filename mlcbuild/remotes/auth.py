@@ -26,9 +26,9 @@ def home() -> Path:
 
 
 def variables(host: str) -> tuple[str, str]:
-    """Returns the names of the environment variables for a host's bearer token and its `user:password`. They
-    end in the host's name in capitals, with "_" for all but letters and digits: EXAMPLE_ORG for example.org.
-    host: without a port.
+    """Returns the names of the environment variables for a host's bearer token and its `user:password`,
+    MLCBUILD_TOKEN_<HOST> and MLCBUILD_LOGIN_<HOST>. <HOST> is the host's name in capitals, with "_" for all
+    but letters and digits: EXAMPLE_ORG for example.org. host: without a port.
 
     The host is part of the name, so that a recipe cannot make mlcbuild send a credential to another host.
     """
@@ -39,9 +39,9 @@ def variables(host: str) -> tuple[str, str]:
 def authorization(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """Returns the value of the Authorization header for a host, or None without credentials.
 
-    The token of the first environment variable comes first ("Bearer <token>"), then the login of the second
-    ("Basic <base64>"), then netrc's entry. host: without a port. Raises RemoteError for malformed credentials
-    and for an unreadable netrc.
+    The environment variable MLCBUILD_TOKEN_<HOST> comes first ("Bearer <token>"), then MLCBUILD_LOGIN_<HOST>
+    ("Basic <base64>", see `variables`), then netrc's entry ("Basic"). host: without a port. Raises
+    RemoteError for malformed credentials and for a netrc that cannot be read or parsed.
     """
     token, login = variables(host)
     if value := environ.get(token):

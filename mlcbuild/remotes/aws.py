@@ -1,4 +1,5 @@
-"""Reads endpoints and credentials of S3 buckets from the places where other S3 tools look."""
+"""Reads endpoints and credentials of S3 buckets from where other S3 tools look: environment variables
+(AWS_*), then the files in ~/.aws."""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any
     AWS files; the region is "us-east-1" if none of them states one. If AWS_SKIP_SIGNATURE is 1 or true,
     skip_signature takes the place of credentials.
 
-    Raises RemoteError when there are no credentials otherwise and no variable from which obstore fetches
-    some, or when a file cannot be read or parsed.
+    Otherwise raises RemoteError if there are no credentials, unless a variable is set with which obstore
+    fetches some itself, such as AWS_WEB_IDENTITY_TOKEN_FILE. Raises it, too, for an AWS file that cannot be
+    parsed; one that cannot be opened counts as missing.
     """
     options: dict[str, Any] = _files(environ)
     for name, variables in {

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 _JOIN = 1.0
-"""Maximum seconds that closing a pool waits for its threads."""
+"""Maximum seconds for which leaving a pool's context waits for its threads."""
 Result = TypeVar("Result")
 
 
@@ -51,14 +51,15 @@ class Background:
         return future
 
     def all(self, calls: Iterable[Callable[[], Result]]) -> list[Result]:
-        """Runs several calls in parallel in daemon threads and returns their results in order. If calls fail,
-        raises the exception of the first of them in that order; calls after it may then still run. Raises
-        CancelledError for a call that `close` cancelled."""
+        """Runs several calls in the threads of the pool, in parallel as far as its threads suffice, and
+        returns their results in order. If calls fail, raises the exception of the first of them in that
+        order; calls after it may then still run. Raises CancelledError for a call that `close` cancelled."""
         futures = [self.submit(call) for call in calls]
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Cancels the queued calls that no thread has started yet; running calls continue."""
+        """Closes the pool: cancels the calls that no thread has started yet, and all that are submitted
+        later; running calls continue."""
         with self._guard:
             if self._closed:
                 return

@@ -13,9 +13,10 @@ files are read by the standard library. Five things are written here, because ur
     _proxy           13                 the proxy of the environment variables; urllib3 is given its address
     ranges.py        89                 an object over several connections, by the rate that is measured
 
-auth.py (90 lines) looks up credentials by the name of the host, which no recipe can change, and asks Docker's
-helpers. The rest of this file words failures. Certificates are checked against the system's, or those in
-`SSL_CERT_FILE`; proxies are those of `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`.
+auth.py (90 lines) looks up credentials by the name of the host, which no recipe can change, and runs Docker's
+credential helpers. The rest of this file composes error messages. Certificates are checked against the
+system's, or those in `SSL_CERT_FILE`; proxies are those of `HTTPS_PROXY` and `HTTP_PROXY`, except for the
+hosts in `NO_PROXY`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _SENT = 1 << 17
 much larger block would require a higher rate than the slowest that is allowed."""
 _SHORT = 1 << 16
 """Maximum number of bytes that are read of an HTTP response of which only the status, or the beginning of the
-body, matters."""
+body, matters; also the most that is read at once from each of several concurrent transfers."""
 _KEPT = 32
 """Maximum number of idle connections to one server that are kept open for later requests, as many as there
 are concurrent requests."""
@@ -96,11 +97,12 @@ class Client:
     ) -> Response:
         """Sends an HTTP request and returns the response, whatever its status; redirects are not followed.
         target: path and query of the URL; source: the body of the request, which is sent from offset 0, or
-        None. Raises RemoteError if no response arrives, and SlowError if the request exceeds the timeout.
+        None. Raises RemoteError if no response arrives, SlowError if the server does not answer in time.
 
-        Broken connections and the statuses 429, 500, 502, 503 and 504 are retried twice, except for PATCH, of
-        which a part may have arrived, and after the timeout. Invalid certificates and failures of a proxy are
-        not retried. What reading `source` raises, other than OSError, passes through.
+        Broken connections and the statuses 429, 500, 502, 503 and 504 are retried twice; after that, the
+        response is returned, or RemoteError raised. There is no retry for PATCH, of which a part may have
+        arrived, once the timeout has passed, and for invalid certificates and failures of a proxy. An OSError
+        from reading `source` counts as a broken connection; its other exceptions pass through.
         """
         began = time.monotonic()
         for pause in (*(PAUSES if method != "PATCH" else ()), None):
@@ -124,7 +126,8 @@ class Client:
         """Returns a stream of an HTTP response's body, which begins at offset 0 if the server ignored the
         range. start: offset of the first byte that was requested. share: number of concurrent transfers,
         which together must reach the minimum rate of one transfer. Raises RemoteError if the response has
-        another range of bytes; reading from the stream raises it if the server is too slow."""
+        another range of bytes; reading from the stream raises it if the transfer breaks off or is too
+        slow."""
         begin = 0
         if response.status == 206:
             stated = re.match(r"bytes ([0-9]{1,18})-", response.headers.get("Content-Range", ""))
@@ -136,7 +139,8 @@ class Client:
 
     def end(self, response: Response) -> bytes:
         """Reads and returns up to 64 KiB of a response whose contents matter little, so that its connection
-        can be reused; returns what arrived, perhaps b"", if it breaks off."""
+        can be reused; that of a longer response is closed. Returns what arrived, perhaps b"", if the response
+        breaks off."""
         data = b""
         with suppress(RemoteError):
             pace, most = self._pace(1)
@@ -171,7 +175,7 @@ class Client:
         self._manager.clear()
 
     def _keep(self, connection: TimedConnection) -> None:
-        """Registers an open connection of the client, so that `close` can close it from another thread."""
+        """Registers a connection of the client, so that `close` can close it from another thread."""
         with self._guard:
             self._connections.add(connection)
 
@@ -210,8 +214,9 @@ class Client:
         return data
 
     def _reason(self, error: Exception) -> RemoteError:
-        """Returns the RemoteError for a failed HTTP request, with a message that continues a sentence, such
-        as "it does not answer"."""
+        """Returns, without raising it, the RemoteError for a failed HTTP request: SlowError after a timeout,
+        `_FinalError` if a retry cannot help. Its message continues a sentence, such as "it does not
+        answer"."""
         causes = list(_chain(error))
         invalid = next((cause for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)), None)
         if invalid is not None:
@@ -243,7 +248,8 @@ def status_words(status: int, code: str = "") -> str:
 @cache
 def _context(chosen: str) -> ssl.SSLContext:
     """Returns a TLS context. chosen: path of a file with certificates, or "" for those of the system. Raises
-    RemoteError if the file, which $SSL_CERT_FILE names, is invalid; Python would ignore that."""
+    RemoteError if the file, which $SSL_CERT_FILE names, is missing or has no certificate in PEM form; Python
+    would ignore that."""
     if chosen and not Path(chosen).is_file():
         raise RemoteError(f"$SSL_CERT_FILE names {chosen}, which is not a file")
     try:
@@ -253,8 +259,9 @@ def _context(chosen: str) -> ssl.SSLContext:
 
 
 def _proxy(parts: SplitResult) -> SplitResult | None:
-    """Returns the URL of the proxy that environment variables name for a server; None without a proxy. Raises
-    RemoteError for anything but an http proxy with a valid address."""
+    """Returns the URL of the proxy for a server, from the environment: HTTPS_PROXY or HTTP_PROXY by the
+    server's scheme; None without a proxy, or if NO_PROXY excludes the server. Raises RemoteError for anything
+    but an http proxy with a valid address."""
     setting = urllib.request.getproxies().get(parts.scheme)
     if not setting or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
@@ -281,9 +288,8 @@ def _login(proxy: SplitResult) -> dict[str, str]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an exception and its causes, outermost first; urllib3 passes the first cause as an argument or
-    as `__cause__`.
-    """
+    """Yields an exception and its causes, outermost first. The cause of an exception is the last exception in
+    its `args`, where urllib3 stores it, or else its `__cause__`."""
     while error is not None:
         yield error
         inner = (item for item in reversed(error.args) if isinstance(item, BaseException))

@@ -1,8 +1,8 @@
 """Adds deadlines to urllib3 connections: for DNS and connecting, for headers, and for each read of a body.
 
 A socket's timeout limits one read, so a server that sends a byte per second never exceeds it. Here the reads
-of one phase share a deadline; http.client reads status, headers, interim responses and chunks through them,
-also in tunnels.
+of one phase share a deadline, after which they raise TimeoutError. http.client reads status, headers, interim
+responses, chunks, and a proxy's answer to CONNECT through them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class _TimedReader(io.RawIOBase):
 
 
 class TimedResponse(http.client.HTTPResponse):
-    """An HTTP response with a deadline for its headers, including interim responses, and for each read of
-    its body.
-    """
+    """An HTTP response with a deadline for its headers, including interim responses, and for each read of its
+    body. Each is as long as the socket's timeout."""
 
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)
@@ -102,6 +101,7 @@ class TlsConnection(TimedConnection, HTTPSConnection):
 
 
 def _close_late(future: Future[object]) -> None:
-    """Closes a network connection that was established only after the deadline for connecting."""
+    """Closes a network connection that was established only after the deadline for connecting; does nothing
+    if connecting failed. future: that of the call that connects."""
     if future.exception() is None and isinstance(late := future.result(), socket.socket):
         late.close()

@@ -25,7 +25,8 @@ from mlcbuild.remotes.transport import CHUNK, TIMEOUT, Body, DamagedError, SlowE
 _ABANDONED = 86_400
 """Seconds after which an unfinished upload in the directory of a remote cache is removed."""
 _NAME_BYTES = 16
-"""Number of random bytes in the name of an upload."""
+"""Number of random bytes in the name of an unfinished upload's file, which has two hexadecimal digits for
+each."""
 _is_upload = re.compile(f"[0-9a-f]{{{2 * _NAME_BYTES}}}").fullmatch
 
 
@@ -75,9 +76,10 @@ class Directory:
         return
 
     def _in_time(self, call: Callable[[], Result], operation: str = "read") -> Result:
-        """Runs a call on the file system with a time limit, since calls hang when a file server is gone, and
-        returns its result. operation: what the call does, for the message. Raises SlowError if the time
-        passes, RemoteError if the call raises OSError; its other exceptions pass through."""
+        """Runs a call on the file system within the timeout of the remote cache, since calls hang when a file
+        server is gone, and returns its result. operation: "read" or "written", for the message. Raises
+        SlowError if the time passes (the call then runs on unobserved), RemoteError if it raises OSError; its
+        other exceptions pass through."""
         try:
             return within(self._timeout, call).result()
         except TimeoutError:
@@ -87,7 +89,8 @@ class Directory:
 
     def _sweep(self, part: Path) -> None:
         """Removes the unfinished uploads of killed processes, files more than a day old, from the directory
-        of the file `part`, an upload of this process; does nothing when called again.
+        of the file `part`, an upload of this process; does nothing from the second call on. Raises OSError if
+        the directory cannot be listed; files that cannot be removed stay.
 
         Their age is measured by the file server's clock. Files with other names are left alone: whoever may
         write to the remote cache could have put a link to a directory of this user in place of its directory
@@ -120,7 +123,7 @@ def _prepare(root: Path, *directories: Path) -> None:
 
 def _opened(root: Path, name: str) -> int | None:
     """Opens the regular file `name` below `root` for reading and returns its file descriptor; None if it does
-    not exist. Raises RemoteError if `root` is no directory, and DamagedError for anything but a regular file,
+    not exist. Raises RemoteError if `root` is no directory, DamagedError for anything but a regular file, and
     OSError if it cannot be opened."""
     _check(root)
     try:

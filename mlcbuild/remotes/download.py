@@ -29,12 +29,12 @@ def download(
     """Completes a partial download of a blob in the file `part`, which it creates if it is missing, verifies
     it, and returns True. Returns False if the remote cache does not have the blob.
 
-    Bytes that are already in `part` are kept if the whole file then has the right digest; otherwise the blob
-    is downloaded once more as a whole. entry: digest and size of the blob; stop: event that cancels the
-    download; on_bytes: called with the number of new bytes. Raises DamagedError for wrong content or size,
-    after which `part` is gone. The downloaded bytes stay after a DamagedError of the transport, RemoteError
-    (several requests in a row brought too few bytes, or one was too slow) and CancelledError. Raises OSError
-    when `part` cannot be written.
+    If bytes of an earlier attempt or of several requests result in a wrong digest, the blob is downloaded
+    once more as a whole. entry: digest and size of the blob; stop: event that cancels the download; on_bytes:
+    called with the number of new bytes. Raises DamagedError if the content or size is wrong, after which
+    `part` is gone, or if the remote has no readable object under this name. RemoteError (several requests in
+    a row brought too few bytes, or one was too slow) and CancelledError leave the downloaded bytes in `part`.
+    Raises OSError when `part` cannot be written.
     """
     name = f"cas/{entry.digest}"
     with _Part(part, entry.size) as target:
@@ -58,7 +58,8 @@ def _complete(
     returns False if the remote cache does not have the object. The digest is not checked. Sets
     `target.requests` to the number of requests that were answered. name: the object's, such as
     "cas/<digest>"; stop: event that cancels the download; on_bytes: called with the number of new bytes.
-    Raises what `download` raises."""
+    Raises DamagedError if the object has another size, RemoteError if several requests in a row bring too few
+    bytes or one is too slow, CancelledError if `stop` is set, OSError if the file cannot be written."""
     target.requests, attempts = 0, Attempts()
     while target.have < target.size:
         before, began = target.have, time.monotonic()
@@ -94,7 +95,8 @@ def _request(
 
 
 class _Part:
-    """A file that a download fills, with the digest of the bytes that it has so far."""
+    """A file that a download fills, with the digest of the bytes that it has so far. Creating the object
+    hashes the bytes of an earlier attempt, or drops them if they are too many."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.size = size

@@ -43,16 +43,18 @@ class Destination:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of remote cache, such as S3: the form of its URLs, and functions that check and open it."""
+    """One kind of address of remote caches or published bundles, such as S3: the form of its URLs, and
+    functions that check and open them."""
 
     form: str
-    """The beginning of the URLs of this kind of remote cache, for messages."""
+    """The beginning of all URLs of this kind, such as "s3://", for messages."""
     fault: Callable[[str], str] | None = None
     """Function that returns the reason why a URL is not accepted as the address of a remote cache, or "".
     None instead of a function if URLs with this scheme only serve for publishing bundles."""
     connect: Callable[[str, float], Transport] | None = None
-    """Function of (URL, timeout in seconds) that returns the client object with which a remote cache is read
-    and written. It raises RemoteError if the remote cannot be opened."""
+    """Function of (URL, seconds to wait for each response) that returns the client object with which a remote
+    cache is read and written. It raises RemoteError if the remote cannot be opened. None instead of a
+    function if URLs with this scheme only serve for publishing bundles."""
     takes_query: bool = False
     """True if a URL of this kind may have options after '?'."""
     publishes: Destination | None = None
@@ -161,9 +163,9 @@ def scheme(url: str) -> str:
 
 def normal(url: str) -> str:
     """Returns the normal form of a valid URL of a remote cache, so that equal addresses are equal texts: the
-    scheme and the host in lower case, no slashes at the end. A path may depend on case and stays as it is. A
-    valid URL has no user name, so everything before the path is the host and its port.
-    """
+    scheme and the host in lower case, no slashes at the end. A path may depend on case and stays as it is, as
+    do options after '?'. A valid URL has no user name, so everything before the path is the host and its
+    port."""
     kind, separator, rest = url.partition("://")
     host = re.split(r"[/?]", rest, maxsplit=1)[0]
     return f"{kind.lower()}{separator}{host.lower()}{rest[len(host) :].rstrip('/')}"

@@ -35,15 +35,15 @@ class Ledger:
     @cached_property
     def keys(self) -> frozenset[str]:
         """Returns the keys of the results that a remote cache had received when the store's list of them was
-        first read; an unreadable list counts as empty."""
+        first read, without those that were added later; a missing or unreadable list counts as empty."""
         try:
             return frozenset(regular.read(self._path, _LARGEST, follow_link=False).decode().split("\n"))
         except (OSError, ValueError):
             return frozenset()
 
     def add(self, key: str) -> None:
-        """Adds a key to the list, in the store, of the step results that one remote cache has received. Does
-        nothing in a store that cannot be written."""
+        """Adds a key to the list, in the store, of the step results that one remote cache has received,
+        unless it is listed. Does nothing in a store that cannot be written."""
         if key in self._added or key in self.keys:
             return
         self._added.add(key)

@@ -23,7 +23,7 @@ from mlcbuild.store.store import Store
 _MAX_DAMAGED = 3
 """Number of damaged objects after which a remote cache is no longer read in this run."""
 _UPLOADS_CONTINUE = "; uploads to it continue and replace damaged files"
-"""End of the warning that a remote cache, which is also written to, is no longer read."""
+"""End of the warning that a remote cache is no longer read, if the run writes to it, too."""
 
 
 class SpoiltError(Exception):
@@ -34,7 +34,8 @@ class SpoiltError(Exception):
 
 @dataclass
 class UploadCount:
-    """The numbers of step records, and of bytes of files, that were uploaded to a remote cache."""
+    """The numbers of step records, and of bytes of files without the records, that were uploaded to a remote
+    cache."""
 
     records: int = 0
     bytes: int = 0
@@ -105,12 +106,13 @@ class Link:
 
     def send(self, record: Record, store: Store, stop: threading.Event) -> bool:
         """Uploads a step record and its blobs, the record last, and returns True if the remote cache has all
-        of them afterwards; False if nothing is written to the remote in this run, and, with a warning, if a
-        file here is damaged or the upload fails, after which nothing more is written to the remote in this
-        run.
+        of them afterwards. Returns False if the remote is not written to in this run, and, with a warning, if
+        a file here is damaged or the upload fails. Only a failed upload ends all writing to the remote in
+        this run.
 
-        Objects that the remote has are not sent again, unless they or at least three others there were
-        damaged. stop: event that cancels the upload. Raises CancelledError if `stop` is set.
+        Objects that the remote has are not sent again, unless they were damaged. After three damaged objects
+        in this run, all blobs, and the records that prove to be wrong, are sent again. stop: event that
+        cancels the upload. Raises CancelledError if `stop` is set.
         """
         if self.unwritten:
             return False
@@ -126,9 +128,9 @@ class Link:
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
         """Uploads the file `place` to the remote cache as a blob, and returns True if the remote has the blob
-        afterwards; False if nothing is written to the remote in this run, and, with a warning, if the file
-        has other bytes or the upload fails, after which nothing more is written to the remote in this run.
-        entry: digest and size of the blob. Raises CancelledError if `stop` is set."""
+        afterwards. Returns False if the remote is not written to in this run, and, with a warning, if the
+        file has other bytes or the upload fails. Only a failed upload ends all writing to the remote in this
+        run. entry: digest and size of the blob. Raises CancelledError if `stop` is set."""
         if self.unwritten:
             return False
         try:
@@ -210,23 +212,23 @@ class Link:
             self.sent.records += 1
 
     def _size(self, name: str) -> int | None:
-        """Returns the size in bytes of an object on the remote cache; None if it does not exist, -1 if it is
-        damaged and must be replaced.
-        """
+        """Returns the size in bytes of an object on the remote cache; None if it does not exist or has no
+        stated size; -1 if this request, or an earlier download in this run, shows that it is damaged and must
+        be replaced. Raises RemoteError if the request fails."""
         try:
             return -1 if name in self._damaged else self._open().size(name)
         except DamagedError:
             return -1
 
     def _is_suspect(self) -> bool:
-        """Returns True if the remote cache holds so many damaged objects that a blob of the right size cannot
-        be trusted.
-        """
+        """Returns True if at least three objects of the remote cache proved to be damaged in this run, so
+        that a blob of the right size cannot be trusted."""
         return len(self._damaged) >= _MAX_DAMAGED
 
     def _is_wrong(self, key: str) -> bool:
-        """Returns True if the record (description of a step's result) that a remote cache has under a key is
-        missing or damaged. No signature is required."""
+        """Downloads the record (description of a step's result) that a remote cache has under a key, and
+        returns True if it is missing or damaged. No signature is required. Raises RemoteError if the download
+        fails."""
         try:
             data = self._small(f"ac/{key}")
             if data is not None:

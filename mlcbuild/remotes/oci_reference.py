@@ -68,8 +68,8 @@ class Descriptor:
 
 
 def layers_of(manifest: bytes) -> list[Descriptor]:
-    """Returns the layers that an OCI manifest lists, in its order. Raises ValueError for anything but a
-    manifest with layers."""
+    """Parses an OCI manifest, the bytes of a JSON document, and returns the descriptors of its layers, in its
+    order; the list may be empty. Raises ValueError for anything but a manifest with valid layers."""
     try:
         document = strict_json.parse(manifest)
         return [Descriptor.from_json(item) for item in document["layers"]]

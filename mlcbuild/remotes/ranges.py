@@ -45,8 +45,8 @@ class Range:
     """Size in bytes of the whole remote object, of which a range was requested; 0 if the server sent the
     whole object instead."""
     version: str
-    """The ETag of the object, which identifies its version; "" if the server sends none or a weak one, or the
-    whole object."""
+    """The ETag of the object, which identifies its version. "" if the server sends none or a weak one, or has
+    sent the whole object, so that no further range is requested."""
 
 
 Ask = Callable[[int, int, str, int], Range]
@@ -58,8 +58,9 @@ was replaced or removed."""
 class Ranges:
     """Reads the bytes of a remote object in order, by requests for ranges of bytes.
 
-    While bytes arrive fast, each range is requested after the previous one, and is much longer. After a slow
-    range, all further ranges are short and requested concurrently.
+    While bytes arrive faster than FAST, each range is requested after the previous one, and is GROWTH times
+    as long. After a slower range, all further ranges are short (PIECE) and requested concurrently. `read`
+    raises RemoteError if a request fails.
     """
 
     def __init__(self, first: Range, ask: Ask, pool: Background) -> None:
@@ -119,8 +120,9 @@ class Ranges:
         return start, self._next
 
     def _piece(self, start: int, end: int, buffer: bytearray) -> tuple[int, bytearray]:
-        """Reads the bytes `start` to `end` - 1 of a remote object into `buffer`, and returns (number of
-        bytes, buffer). Raises RemoteError if the server sends fewer or more."""
+        """Reads the bytes `start` to `end` - 1 of a remote object into the beginning of `buffer`, and returns
+        (number of bytes, this buffer). Raises RemoteError if the request fails or the server sends fewer or
+        more bytes."""
         have, size = 0, end - start
         with self._exactly(start, end, AHEAD).body as body:
             while more := body.read():

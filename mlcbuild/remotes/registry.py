@@ -27,7 +27,7 @@ from mlcbuild.remotes.transport import TIMEOUT, Body, SlowError, quoted
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 EMPTY = b"{}"
-"""The contents of the config blob in OCI manifests that have no config."""
+"""The contents, an empty JSON object, of the config blob in OCI manifests that have no config."""
 EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 LARGEST = 4 << 20
 """Maximum size of an OCI manifest in bytes, a limit of registries."""
@@ -85,7 +85,7 @@ class Registry:
     def blob(self, digest: str, start: int = 0) -> Body | None:
         """Opens a blob, and returns a stream of its bytes from `start` on, or from 0 (see `Body.start`) if
         the blob is shorter or the registry ignores the range; None if the registry does not have the blob.
-        The digest of the bytes is not checked."""
+        The digest of the bytes is not checked. Raises RemoteError on failure."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         client, response = self._follow("GET", f"blobs/{digest}", headers)
         if response.status == 416:  # The blob is shorter than expected: it is read from the beginning.
@@ -167,10 +167,10 @@ class Registry:
     def _piece(
         self, location: str, source: UploadSource, before: hashlib._Hash, start: int, end: int
     ) -> tuple[str, hashlib._Hash]:
-        """Uploads the bytes start..end-1 of `source` as a part of a blob, and repeats what did not arrive if
-        a connection breaks. location: URL for this part; before: state of the SHA-256 of the bytes before
-        `start`. Returns (URL for the next part, state of the SHA-256 after this part). Raises RemoteError if
-        the upload fails."""
+        """Uploads the bytes start..end-1 of `source` as a part of a blob, and repeats up to twice what did
+        not arrive if a connection breaks. location: path and query of the URL for this part; before: state of
+        the SHA-256 of the bytes before `start`. Returns (path and query for the next part, state of the
+        SHA-256 after this part). Raises RemoteError if the upload fails."""
         begin = start
         for attempt in range(_ATTEMPTS):
             piece = _Piece(source, before.copy(), start, begin, end)
@@ -208,9 +208,9 @@ class Registry:
         return self._clients[self.place.address]
 
     def _location(self, response: Response) -> str:
-        """Returns the path of the next upload request from the Location header of a response. It must be on
-        the same server, because it is sent with credentials. Raises RemoteError otherwise.
-        """
+        """Returns the path and query of the next upload request from the Location header of a response.
+        Raises RemoteError for another server, since the request is sent with credentials, and for an invalid
+        address."""
         parts = _joined(f"{self.place.address}/", response.headers.get("Location", ""))
         # A server that builds the URL from the header Host leaves out the usual port.
         home, port = urlsplit(self.place.address), 80 if self.place.plain else 443
@@ -266,10 +266,9 @@ class Registry:
         mounts: str = "",
     ) -> Response:
         """Sends a request to the registry with the authorization that it requires, and returns the response.
-        If the server answers 401, the request is sent a second time with the authorization that the answer
-        requires; RemoteError is raised if there is none. mounts: other repository whose blob the request
-        makes available in this one, or "".
-        """
+        After status 401, it is sent a second time with the authorization that the answer requires, and that
+        response is returned, whatever its status; raises RemoteError if there is no other authorization.
+        mounts: other repository whose blob the request makes available in this one, or ""."""
         target = name if name.startswith("/") else f"/v2/{self.place.repository}/{name}"
         scope = f"repository:{self.place.repository}:{'pull' if method in ('GET', 'HEAD') else 'pull,push'}"
         if mounts:
@@ -290,12 +289,12 @@ class Registry:
         return self._home.ask(method, target, _with(headers, granted), source)
 
     def _answer(self, challenge: str, scope: str) -> str | None:
-        """Returns the value of the Authorization header that answers a server's challenge. For "Bearer" this
-        is a token, which is requested from the token service that the challenge names, anonymously if there
-        are no credentials, unless the user's credentials are a token. challenge: the server's WWW-
-        Authenticate header; scope: the rights to request, such as "repository:name:pull". Returns None for an
-        unsupported challenge, and for "Basic" without credentials. Raises RemoteError if the token service
-        cannot be reached, is not https, or issues no valid token."""
+        """Returns the value of the Authorization header that answers a server's challenge: for "Basic" the
+        user's credentials, for "Bearer" the user's token, else one that the token service named in the
+        challenge issues, anonymously if there are no credentials. challenge: the server's WWW-Authenticate
+        header; scope: the rights to request, such as "repository:name:pull". Returns None for an unsupported
+        challenge, and for "Basic" without credentials. Raises RemoteError if the token service cannot be
+        reached, is not https, or issues no valid token."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic":
             return self._login
@@ -339,9 +338,9 @@ class Registry:
 
 
 class _Piece:
-    """A stream of the bytes from `begin` to `end` of a source, for an upload. The bytes between `start` and
-    `begin` are only hashed.
-    """
+    """A stream of the bytes `begin` to `end` - 1 of a source, for an upload. `hasher` also covers the bytes
+    `start` to `begin` - 1, which the server has already. Reading starts after `seek(0)`, and raises OSError
+    if the source has fewer bytes."""
 
     def __init__(self, source: UploadSource, hasher: hashlib._Hash, start: int, begin: int, end: int) -> None:
         self.hasher = hasher

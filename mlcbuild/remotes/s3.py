@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Store
 
 PART = 8 << 20
-"""Number of bytes in one part of an upload. Smaller objects are uploaded in one request. S3 accepts parts
-from 5 MiB on. 1 GiB takes 128 requests, and PARTS of them hold 32 MiB of memory. `ci/bench/remotes s3
---set mlcbuild.remotes.s3.PART=16777216` prints the rate of an upload with another size."""
+"""Bytes in one part of an upload, more only for objects of over 10,000 parts; objects up to this size are
+uploaded in one request. S3 accepts parts from 5 MiB on. 1 GiB takes 128 requests, and PARTS of them hold 32
+MiB. `ci/bench/remotes s3 --set mlcbuild.remotes.s3.PART=16777216` prints the rate with another size."""
 PARTS = 4
 """Number of parts of one upload that are sent at the same time."""
 _MOST_PARTS = 10_000
 EXPIRY = timedelta(minutes=20)
-"""Validity of a signed URL, a timedelta. A new URL is signed after 5 minutes, because clocks may differ."""
+"""Validity of a signed URL, a timedelta. A new URL is signed after 5 minutes: clocks may differ by 15."""
 _SKEW = 15 * 60
 """Seconds by which this machine's clock may differ from that of an S3 server."""
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 class S3:
     """The transport for a remote cache in one bucket. Creating it raises RemoteError when obstore or
-    credentials are missing, or the AWS files cannot be read."""
+    credentials are missing, or an AWS file cannot be parsed."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         try:
@@ -65,7 +65,7 @@ class S3:
         """True while uploads state the condition that the object must not exist yet; False once the server
         has answered that it does not know this condition."""
         self._rate = 0.0
-        """Rate of the fastest upload so far, in bytes per second."""
+        """Rate of the fastest upload so far, in bytes per second; parts must reach a sixteenth of it."""
         self._settings = chosen = settings(url)
         # obstore's read timeout starts with the first byte of the request, so a short one would end long
         # uploads.
@@ -81,8 +81,8 @@ class S3:
 
     @property
     def _patience(self) -> float:
-        """Returns the maximum number of seconds for one request to S3, with the retries by obstore, the
-        library that sends it."""
+        """Returns the maximum seconds in which obstore, the S3 client library, must sign a URL or start to
+        read an upload."""
         return self._timeout + 2 * PAUSES[-1]
 
     def _opened(self, chosen: Mapping[str, Any], timeout: float) -> S3Store:
@@ -239,8 +239,8 @@ class _Tasks:
             raise RemoteError("the run ends")
 
     def run(self, question: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine of obstore, the S3 client, and returns its result. Raises RemoteError if the
-        request fails or lasts too long, or the run ends; passes on what the source of an upload raises."""
+        """Runs a coroutine of obstore, the S3 client, and returns its result. Raises RemoteError if it fails
+        or exceeds its own time limit, or the run ends; passes on what an upload's source raises."""
         from obstore import exceptions
 
         task = self._start(question)
@@ -285,10 +285,10 @@ class _Object:
         self._until = 0.0
 
     def range(self, start: int, end: int, version: str = "", share: int = 1) -> Range | None:
-        """Requests the bytes start..end-1 of the object; without `version`, all if it has none of them.
-        Returns the response, which may hold the whole object, or None if there is no such object. version:
-        ETag that it must have, or "". share: number of concurrent transfers, which together must reach the
-        minimum rate. Raises RemoteError for other answers, and for another ETag or range."""
+        """Requests the bytes start..end-1 of the object; if it has none of them and `version` is "", the
+        whole object. Returns the response, which may hold the whole object, or None if there is no such
+        object. version: ETag that it must have, or "". share: number of concurrent transfers, which together
+        must reach the minimum rate. Raises RemoteError for other answers, and for another ETag or range."""
         headers = {"Range": f"bytes={start}-{end - 1}", **({"If-Match": version} if version else {})}
         client, response = self._ask(headers)
         if response.status == 416 and not version:
@@ -343,7 +343,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _version(response: Response) -> str:
-    """Returns the ETag of a response if requests may name it, else "": a weak ETag does not identify the
+    """Returns the ETag of a response, or "" if it has none or a weak one, which does not identify the
     bytes."""
     tag = response.headers.get("ETag", "")
     return tag if re.fullmatch(r"(?!W/)[\x21-\x7e]{1,200}", tag) else ""
@@ -370,8 +370,8 @@ _WORDS = {
 
 
 def _explained(error: Exception) -> RemoteError:
-    """Returns a RemoteError for an error of obstore, whose text may hold pages of internals. Known words in
-    the text select the message."""
+    """Returns a RemoteError for an error of obstore. An HTTP status or known words in its text select the
+    message, which else is the first line, up to 200 characters, without the queries of URLs."""
     text = str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>([A-Za-z0-9]{1,60})</Code>", text)
@@ -386,8 +386,8 @@ def _explained(error: Exception) -> RemoteError:
 
 
 def _refusal(status: int, code: str, date: str = "") -> RemoteError:
-    """Returns the RemoteError for an unexpected HTTP status and S3 error code. date: the server's time of
-    the response."""
+    """Returns the RemoteError for an unexpected HTTP status and S3 error code. date: the response's Date
+    header or "", by which a 401 or 403 may be explained by a wrong clock."""
     words = f"status {status}, {code}" if code else f"status {status}"
     if status == 412:
         return RemoteError(f"the object was replaced while it was read ({words})")

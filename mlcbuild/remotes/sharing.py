@@ -3,8 +3,8 @@ results.
 
 A step record describes a step's result. It suffices to know the result, and so the keys of the steps that
 depend on it. The files of the result (blobs) are downloaded only when a step on this machine reads them. A
-record that was used without all its blobs is stored under `known/`, so that the next run finds it without a
-remote.
+record that was used without all its blobs is stored in the store's directory `known/`, so that the next run
+finds it without a remote.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class RemoteRecord:
 
 
 class Sharing:
-    """The remote caches that a run uses, with its store. Thread-safe except for `look_up` and `find`."""
+    """The remote caches that a run uses, with its store: looks up step records in them, downloads files,
+    uploads results. Thread-safe except for `look_up` and `find`."""
 
     def __init__(self, store: Store, links: Sequence[Link] = ()) -> None:
         self.store = store
@@ -73,26 +74,29 @@ class Sharing:
 
     @property
     def reads(self) -> bool:
-        """Returns True if the run can download the files of results: it reads at least one remote cache."""
+        """Returns True if the run may download the files of results: at least one of its remote caches is
+        configured to be read, even if it has failed since."""
         return any(link.remote.reads for link in self.links)
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """Returns the names of the remote caches to which the run uploads results."""
+        """Returns the names (URLs) of the remote caches to which the run is configured to upload results,
+        even if one has failed since."""
         return tuple(link.name for link in self.links if link.remote.writes())
 
     def look_up(self, keys: Iterable[str]) -> None:
-        """Requests the step records of many keys from the remote caches in parallel, and caches the answers
-        for `find`, which looks up one key. Keys that were looked up before are not requested again."""
+        """Looks up the step records of many keys in the copies that earlier runs kept, then in the remote
+        caches in parallel, and caches the answers for `find`, which looks up one key. A request that fails
+        counts as no record. Keys that were looked up before are not requested again."""
         asked = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._found |= {key: self._read(key) for key in asked}
         if self.links:
             self._ask([key for key in asked if self._found[key] is None])
 
     def find(self, key: str) -> RemoteRecord | None:
-        """Returns the step record of a key from a remote cache, or from the copy that an earlier run kept of
-        such a record; None if there is none, or if no remote answers. It does not look into the local store.
-        """
+        """Returns the step record of a key from the copy that an earlier run kept of a remote cache's record,
+        else from a remote cache; None if there is none, or if no remote answers. The results that the store
+        itself has are not considered. Later calls return the same answer."""
         if key not in self._found:
             self.look_up([key])
         return self._found[key]
@@ -104,15 +108,16 @@ class Sharing:
 
     def forget(self, key: str) -> None:
         """Removes the cached step record of a key, and the copy that an earlier run kept, because the files
-        of the result cannot be downloaded, so that the run builds the step again."""
+        of the result cannot be downloaded, so that the run builds the step again. A copy that cannot be
+        removed stays."""
         self._found[key] = None
         with suppress(OSError):
             self._place(key).unlink()
 
     def keep(self, remote: RemoteRecord) -> None:
         """Stores a step record, which describes the result of a step and was read from a remote cache, on
-        this machine, so that later runs can read it without the remote; also notes that this remote has it.
-        The record is not stored if the store has it already, or if the directory cannot be written."""
+        this machine, so that later runs can read it without the remote, unless the store has the record
+        already or cannot be written. In any case notes that this remote has it."""
         if remote.origin in self._ledgers:
             self._ledgers[remote.origin].add(remote.record.key)
         place = self._place(remote.record.key)
@@ -127,7 +132,7 @@ class Sharing:
     def fetch(self, entry: Entry, stop: threading.Event, on_bytes: Callable[[int], None]) -> str:
         """Downloads the file that `entry` describes into the store, from the first remote cache that has it,
         unless the store has it. Returns "" if the store has the file afterwards, otherwise the reason for
-        failing.
+        failing, also if the store cannot be written.
 
         stop: event that cancels the run; on_bytes: called with the number of new bytes. The caller must hold
         a working directory of the store (`Store.staging`). Waits while another process downloads the same
@@ -156,9 +161,9 @@ class Sharing:
                 (self._unsent / key).touch()
 
     def unsent(self, keys: Iterable[str]) -> frozenset[str]:
-        """Returns those of `keys`, the keys of step results, whose results have not been uploaded to all
-        writable remote caches yet; none if there is no such remote. Raises OSError if the store cannot be
-        read."""
+        """Returns those of `keys`, the keys of step results, that the store's notes do not list as uploaded
+        to every writable remote cache, or list as still to be uploaded; none if there is no such remote.
+        Raises OSError if the store cannot be read."""
         if not self.writers:
             return frozenset()
         sent = frozenset.intersection(*(self._ledgers[name].keys for name in self.writers))
@@ -174,9 +179,9 @@ class Sharing:
             (self._unsent / key).unlink(missing_ok=True)
 
     def send(self, record: Record, stop: threading.Event) -> tuple[str, ...]:
-        """Uploads a step record with its blobs to every writable remote cache, and returns the names of the
-        remotes that lack it afterwards. Notes in the store which remotes have it. stop: event that cancels
-        the upload. Raises CancelledError if `stop` is set."""
+        """Uploads a step record with its blobs to every writable remote cache, and returns the names (URLs)
+        of those for which that failed, now or earlier in this run. Notes in the store which remotes have it.
+        stop: event that cancels the upload. Raises CancelledError if `stop` is set."""
         missing = []
         for link in self.links:
             if link.remote.writes():
@@ -214,8 +219,9 @@ class Sharing:
         return f"no remote gives {entry.path}" if self.reads else "this run reads no remote"
 
     def _ask(self, keys: Iterable[str]) -> None:
-        """Requests step records of many keys from the remote caches in other threads, and caches the answers,
-        so that this thread can react to an interrupt meanwhile."""
+        """Requests step records of many keys from the remote caches in other threads, and caches the answers.
+        Waits for all of them, in short intervals so that this thread can react to an interrupt; `interrupt`
+        ends the waiting."""
         questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
         for key, question in questions.items():
             while not question.done() and not self._ended:
@@ -231,7 +237,8 @@ class Sharing:
 
     def _read(self, key: str) -> RemoteRecord | None:
         """Returns the step record with a key, as an earlier run read it from a remote cache and stored it on
-        this machine, and the URL of that remote cache; None if it is missing or damaged."""
+        this machine, and the URL of that remote cache; None if it is missing or damaged. The copy has no
+        signature: that was checked before it was stored."""
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
             line, _, data = data.partition(b"\n")

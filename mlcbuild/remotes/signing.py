@@ -4,9 +4,9 @@ The two lines of a record are followed by one line for each signature:
 
     {"key":"ed25519:<public key>","signature":"<base64>"}
 
-The signature covers the key and all bytes of the record, under a separate tag. Replaying an older record is
-harmless: the key holds the digests of all inputs, code and tool versions, so both records are results of
-exactly this key.
+The signature covers a tag that only record signatures have, the key and all bytes of the record. Replaying an
+older record is harmless: the key holds the digests of all inputs, code and tool versions, so both records are
+results of exactly this key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _TAG = b"mlcbuild-record/1\0"
 
 
 class RefusedError(ValueError):
-    """The error for a step record that must not be used. Its message ends a sentence with the reason."""
+    """The error for a step record, or an archive of some, that is damaged, belongs to another key or lacks a
+    required signature, and is not used. Its message is the end of a sentence, such as "it is cut off"."""
 
 
 def seal(record: Record, signer: Signer | None) -> bytes:
@@ -61,8 +62,8 @@ def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
 
 def signers(key: str, body: bytes, lines: Iterable[bytes]) -> frozenset[str]:
     """Returns the public keys that have validly signed a step record. key: the record's key; body: the
-    record's bytes; lines: the lines after the record, with signatures.
-    """
+    record's bytes; lines: the lines after the record, with signatures; malformed and wrong ones are
+    ignored."""
     valid = set()
     for line in lines:
         try:

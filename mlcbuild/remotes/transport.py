@@ -1,9 +1,9 @@
 """The interface of all protocols: named byte sequences, which are read from any offset and written as a
 whole.
 
-A remote cache can delay a run by its timeout, but nothing more. Each transport limits the time until bytes
-arrive, and `Pace` the time that they take; `border` turns every exception that a malformed response may cause
-into one RemoteError, so that no parser must foresee every attack.
+A remote cache that hangs or sends invalid data can delay a run, but not end it. Each transport limits the
+time until bytes arrive, and `Pace` the time that they take; `border` turns every exception that a malformed
+response may cause into one RemoteError, so that no parser must foresee every attack.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ more CPU time (`ci/bench/remotes --set mlcbuild.remotes.transport.CHUNK=131072`)
 CONNECT = 10.0
 """Maximum seconds for connecting to a server."""
 TIMEOUT = 30.0
-"""Maximum seconds to wait for a response of a remote cache."""
+"""Maximum seconds for which a remote cache may send nothing: before the headers of a response, and at each
+read of its body. Also the period over which the rate of a transfer is measured."""
 SLOWEST = 16_384
-"""Rate in bytes per second that a transfer must exceed, measured over TIMEOUT seconds; a slower one fails."""
+"""Minimum rate of a transfer in bytes per second, measured over TIMEOUT seconds; a slower one fails."""
 PAUSES = (0.2, 1.0)
-"""Seconds to wait before each retry of a request."""
+"""Seconds to wait before the first and before the second retry of a request, which is the last."""
 
 _ATTEMPTS = 3
-"""Number of consecutive requests with too few new bytes after which a download fails."""
+"""Number of consecutive interrupted requests below the rate SLOWEST after which a download fails."""
 
 
 class SlowError(RemoteError):
-    """The error for a transfer that is too slow. A retry would not be faster."""
+    """The error for a transfer that is too slow, or a remote cache that does not answer in time. A retry
+    would not be faster."""
 
 
 class DamagedError(ValueError):
-    """The error for an object on a remote cache with wrong contents. The message is worded as the end of a
-    sentence.
-    """
+    """The error for an object on a remote cache whose contents are wrong or cannot be read. The message is
+    the end of a sentence, such as "it is not a regular file"."""
 
 
 class CancelledError(Exception):
@@ -60,8 +61,8 @@ class Body:
     """Offset, within the object, of the first byte that `read` returns; 0 if the remote cache ignored the
     range."""
     read: Callable[[], Buffer]
-    """Function that returns the next bytes of the object, b"" at the end. The next call reuses the returned
-    buffer. Raises RemoteError if the transfer fails or is too slow."""
+    """Function without parameters that returns the next bytes of the object, b"" at the end. The next call
+    may overwrite the returned buffer. Raises RemoteError if the transfer fails or is too slow."""
     close: Callable[[], None]
 
     def __enter__(self) -> Body:
@@ -74,8 +75,8 @@ class Body:
 
 
 class Pace:
-    """Measures the rate of a transfer in windows of `timeout` seconds, and raises SlowError at the end of a
-    window in which too few bytes were transferred. slowest: minimum rate in bytes per second."""
+    """Measures the rate of a transfer in windows of `timeout` seconds. Its `add` raises SlowError if, at the
+    end of a window, too few bytes were transferred. slowest: minimum rate in bytes per second."""
 
     def __init__(self, timeout: float, slowest: float = SLOWEST) -> None:
         self._timeout = timeout
@@ -101,20 +102,19 @@ class Pace:
 
 
 class Attempts:
-    """Counts the interrupted requests for one remote object, and raises an error when they bring too few
-    bytes.
-    """
+    """Counts the interrupted requests for one remote object; `failed` raises the error of a request if it is
+    a SlowError, or once three in a row have brought too few bytes."""
 
     def __init__(self) -> None:
         self._vain = 0
 
     def failed(self, error: RemoteError, count: int, began: float) -> None:
-        """Records a request of a download that began at `began` (time.monotonic()) and brought `count` new
-        bytes before it failed with `error`.
+        """Records that a request failed with `error`, after it began at `began` (time.monotonic()) and
+        brought `count` new bytes of a download.
 
-        Raises `error` if it is a SlowError, or if this is the third request in a row below the minimum rate
-        (SLOWEST, in bytes per second). Thus a server that breaks off after each byte does not get one request
-        per byte.
+        Raises `error` if it is a SlowError, or if this is the third request in a row that brought no byte or
+        fewer than the minimum rate requires (SLOWEST, in bytes per second). Otherwise the caller may send
+        another one. Thus a server that breaks off after each byte does not get one request per byte.
         """
         enough = max(1, SLOWEST * min(time.monotonic() - began, TIMEOUT))
         self._vain = 0 if count >= enough else self._vain + 1
@@ -124,7 +124,7 @@ class Attempts:
 
 @contextmanager
 def border() -> Iterator[None]:
-    """Returns a context in which every exception becomes a RemoteError, except those that a transport may
+    """Returns a context in which every `Exception` becomes a RemoteError, except those that a transport may
     raise: MlcbuildError (of which RemoteError is one), DamagedError and CancelledError.
 
     Whatever the data of a remote cache makes this code or a library raise is the remote's fault and must not
@@ -148,9 +148,8 @@ def whole_number(text: str) -> int | None:
 
 
 def quoted(text: str) -> str:
-    """Returns a text from a remote cache in a form that messages may show: short, ASCII, without control
-    characters.
-    """
+    """Returns the first 60 characters of a text from a remote cache in quotes, with "..." if it is longer,
+    and with all but printable ASCII characters escaped, so that messages may show it."""
     return ascii(text if len(text) <= 60 else f"{text[:60]}...")
 
 
@@ -162,11 +161,13 @@ class Transport(Protocol):
     def open(self, name: str, start: int = 0) -> Body | None:
         """Opens the object `name`, which is "ac/<key>" or "cas/<digest>", and returns a stream of its bytes
         from `start` on, or from 0 if the remote cache ignores the offset (see `Body.start`); None if the
-        remote does not have the object."""
+        remote does not have the object. Raises RemoteError on failure, and DamagedError if what is stored
+        under the name is no readable object."""
 
     def size(self, name: str) -> int | None:
         """Returns the size in bytes of the object `name`, such as "cas/<digest>"; None if the remote cache
-        does not have it or does not state the size."""
+        does not have it or does not state the size. Raises RemoteError on failure, and DamagedError if what
+        is stored under the name is no readable object."""
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         """Stores the `size` bytes of the stream `source`, which must be seekable and at its beginning, in the
@@ -178,7 +179,8 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Closes all connections to the remote cache, even those that other threads are using."""
+        """Closes all connections to the remote cache, even those that other threads are using, whose
+        transfers then fail with RemoteError. The object cannot be used afterwards."""
 
 
 class Bordered:
