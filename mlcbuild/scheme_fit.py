@@ -19,9 +19,10 @@ listed_parameters = lru_cache(maxsize=256)(parameters)
 
 @lru_cache(maxsize=1024)
 def scheme_faults(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> tuple[str, ...]:
-    """Returns an error message for each override of a quantization scheme that applies to no parameter of the
-    model, and one if the model is too large for the scheme's budget of size even in the smallest candidate
-    schemes; () if there is no fault. The budget is checked only if the device has kernels for the scheme."""
+    """Returns an error message for each override of a quantization scheme that matches no parameter of the
+    model, or only parameters that earlier overrides match, and one if the model is too large for the scheme's
+    budget of bytes or bits per weight even in the smallest candidate schemes; () if there is no fault. The
+    budget is checked only if the device has kernels for the scheme."""
     params = listed_parameters(config)
     faults = quant.check_overrides(scheme, params)
     if scheme.budget is not None and storage_fault(scheme, device) is None:
@@ -43,8 +44,8 @@ def block_fault(device: Backend, config: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=1024)
 def storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
-    """Returns an error message if a device has no kernels for a stored format of a scheme, its overrides or
-    its candidates; None if it can read all of them."""
+    """Returns an error message if a device has no kernels for the stored format of a scheme, of its overrides
+    or of its candidates; None if it has kernels for all of these formats."""
     try:
         for part in (scheme, *(other for _, other in scheme.overrides), *scheme.candidates):
             load_format(part.format, device.layout(part))

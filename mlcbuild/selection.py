@@ -25,9 +25,9 @@ class Selection:
     it, or one commit, with which the working tree is compared; None: no such limit.
     """
     shard: str | None = None
-    """A shard such as "2/3", the second of three; None: no such limit. If each shard runs on another machine,
-    every step runs once.
-    """
+    """A shard, one machine's share of the steps, such as "2/3", the second of three; None: all steps. Each
+    step belongs to one shard, but a shard also builds steps of others on which its own depend, if neither the
+    store nor a remote cache has their results."""
     force: tuple[str, ...] = ()
     """Names or shell patterns of steps that run even when the store holds their results."""
 
@@ -40,18 +40,20 @@ class Selected:
     """The steps and variants of a recipe that the user selected."""
 
     products: tuple[Product, ...]
-    """The selected variants, each with its steps."""
+    """The selected variants, each with the names of its steps; with a shard, only those whose last step is in
+    it."""
     only: tuple[str, ...] | None
-    """Names of the selected steps, whose dependencies are included; None: all steps; (): none."""
+    """Names of the selected steps, which a shard does not limit; None: all steps; (): none. The steps on
+    which they depend are not listed, but selected, too."""
     phases: tuple[tuple[str, ...] | None, ...]
     """The phases of a run, which run one after the other: for each phase the names of its steps, or None for
     all steps of the recipe. There is no phase if nothing is selected, else one. Only a shard (one machine's
     share of the steps) can have two: first those of its steps that need few results of other shards, then all
-    of its steps."""
+    of its steps, of which the former are reused."""
     outputs: tuple[str, ...]
     """Names of the steps whose files must be on this machine after a run: those that build, verify and
-    measure the bundles of `products`, and, unless a shard is selected, those that the user named.
-    """
+    measure the bundles of the selected variants, and, unless a shard is selected, those that the user
+    named."""
 
 
 def select(pipeline: Pipeline, selection: Selection, on_event: Reporter = silent) -> Selected:

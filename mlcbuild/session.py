@@ -8,11 +8,11 @@
     for variant in result.variants:
         print(variant.name, variant.bundle, variant.figures)
 
-Nothing here prints, exits, or reads a command line, and no signal handler is installed unless `Execution`
-asks for it. Functions may be called from any thread, several at a time: a `Session` holds no state that a
-call changes, and any number of sessions, processes and machines may share one store. A run whose steps fail
-returns a result, whose `check` raises their errors. Every other expected failure is an exception of
-`mlcbuild.errors`; one that concerns a recipe holds all problems of the file."""
+Nothing here prints, exits, or reads a command line, and no signal handler is installed unless the options
+(`Execution`) of a run ask for it. Functions may be called from any thread, several at a time: a `Session` has
+no state that a call changes, and any number of sessions, processes and machines may share one store. A run
+whose steps fail returns a result, whose `check` raises their errors. Every other expected failure is an
+exception of `mlcbuild.errors`; one that concerns a recipe holds all problems of the file."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def open(
 
 
 def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
-    """Returns the listed URLs or `Remote` objects as remote caches; a URL of the recipe's gets the public
-    keys that the recipe trusts for it. Raises UsageError for a URL of no remote cache."""
+    """Returns the listed URLs or `Remote` objects as remote caches; a URL that the recipe lists, too, gets
+    the keys that the recipe trusts for it. Raises UsageError for a URL of no remote cache."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
     for item in listed:
@@ -118,9 +118,9 @@ class Session:
 
     pipeline: Pipeline
     store: Store
-    """The store of built files. Every call opens its directory again, so that threads share no state."""
+    """The store of built files. Every method opens its directory again, so that threads share no state."""
     key: Path | None = None
-    """Path of the file with the signing key; None: the user's key is used, if there is one."""
+    """Path of the signing key; None: $MLCBUILD_KEY or the user's. If it is missing, nothing is signed."""
 
     @property
     def recipe(self) -> Recipe:
@@ -133,8 +133,8 @@ class Session:
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 
     def unverified(self) -> Session:
-        """Returns a session on the same recipe that builds bundles without comparing them with their models.
-        For a large model, this comparison takes most of the time."""
+        """Returns a session on the same recipe that builds bundles without measuring their speed and without
+        comparing them with their models, which for a large model takes most of the time."""
         return replace(self, pipeline=self.pipeline.unverified())
 
     # Planning
@@ -143,8 +143,7 @@ class Session:
         """Computes what a run would do, and why; ignores the shard. Writes only cached digests of sources.
 
         on_event: receives warnings about the store and remotes. Raises UsageError for names that match
-        nothing or an unreadable signing key, SourceError for an unreadable source, StoreError for the store.
-        """
+        nothing or an unreadable key, SourceError or StoreError for an unreadable source or store."""
         selected, store = (
             select(self.pipeline, replace(selection, shard=None), on_event),
             Store(self.store.root),
@@ -166,8 +165,9 @@ class Session:
         return RecipePlan(outcomes.with_lacks(plan, self.pipeline.lacks), selected.products, memory)
 
     def explain(self, step: str) -> Explanation:
-        """Returns an `Explanation` of why a step would run: parameters, files, tools that differ. step: its
-        name, or a pattern. Raises UsageError unless one step matches, SourceError for unreadable sources."""
+        """Returns whether and why a step would run, and how its parameters, files and tools differ from its
+        most similar earlier build. step: its name or a pattern. Raises UsageError unless one step matches,
+        SourceError for unreadable sources, StoreError for an unreadable store."""
         names = sorted(self.pipeline.graph.match([step]))
         if len(names) > 1:
             raise UsageError(f"'{step}' means {len(names)} steps: {', '.join(names)}; name one")
@@ -176,8 +176,8 @@ class Session:
         return outcomes.explained(planned, changes, self.pipeline.lacks)
 
     def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
-        """Returns a drawing of all steps and their states, as text in the format `form`. on_event: receives
-        warnings. Raises UsageError for the signing key, SourceError for a source, and StoreError."""
+        """Returns a drawing of all steps and their states as text in the format `form`. on_event: receives
+        warnings. Raises UsageError, SourceError or StoreError for an unreadable key, source or store."""
         from mlcbuild.reports import graph_picture
 
         graph, store = self.pipeline.graph, Store(self.store.root)
@@ -190,10 +190,10 @@ class Session:
     def jobs(
         self, matrix: Matrix, selection: Selection = EVERYTHING, on_event: Reporter = silent
     ) -> list[CiJob]:
-        """Returns the jobs of a CI matrix, each with a name, a runner and the arguments of `mlcbuild run`:
-        one for each selected variant that needs work, or `matrix.shards` jobs that share all work. Raises
-        UsageError for unknown names or targets, SourceError or StoreError if a source or the store cannot be
-        read."""
+        """Returns the jobs of a CI matrix (name, runner, arguments of `mlcbuild run`): one for each selected
+        variant that needs work, or at most `matrix.shards` jobs, if set, that share all work. Raises
+        UsageError for unknown names and wrong options in `matrix`, SourceError or StoreError for an
+        unreadable source or store."""
         from mlcbuild.ci import job_matrix as matrices
 
         products = select(self.pipeline, selection, on_event).products
@@ -214,9 +214,10 @@ class Session:
         return splits.split(self.pipeline.graph, only or (), count, splits.read(durations(self.pipeline)))
 
     def record_durations(self) -> None:
-        """Updates the file of durations beside the recipe, by which later calls divide the steps among
-        machines (shards), with those in the records of this store; those of the recipe's other steps stay.
-        Raises UsageError if no step was built in this store, InputError for a malformed file."""
+        """Writes how long this recipe's steps took, according to the records of this store, to the file of
+        durations beside it, by which later calls divide the steps among machines (shards). Entries of its
+        other steps stay. Raises UsageError if no step was built in this store or the file cannot be written,
+        InputError if it is malformed."""
         from mlcbuild.ci import split as splits
 
         graph, path = self.pipeline.graph, durations(self.pipeline)
@@ -317,20 +318,19 @@ class Session:
     # Sharing
 
     def records(self, selection: Selection = EVERYTHING) -> Iterator[Record]:
-        """Yields the step records of the steps of `selection` that are in the store and may be sent to other
-        machines. Raises UsageError for unknown names, SourceError for an unreadable source, StoreError for
-        the store."""
+        """Yields the records of the steps of `selection` that are in the store, without results that are
+        valid on this machine only. Raises UsageError for unknown names, SourceError or StoreError for an
+        unreadable source or store."""
         from mlcbuild.replication import shareable
 
         steps = self.over(()).plan(selection).steps
         return shareable(step.record for step in steps if step.state == "hit" and step.record is not None)
 
     def push(self, selection: Selection = EVERYTHING) -> Pushed:
-        """Sends the store's results of the selected steps to the remote caches that are written to.
-
-        Raises UsageError for unknown names, an unreadable key, or no such remote, RemoteError with every
-        warning of a remote, SourceError for an unreadable source, StoreError for the store.
-        """
+        """Sends the store's results of the selected steps, those that it has, to the remote caches that are
+        written to. Raises UsageError for unknown names, an unreadable key, or no such remote; RemoteError
+        with all warnings of remotes, once the rest is sent; SourceError or StoreError for an unreadable
+        source or store."""
         from mlcbuild import replication
 
         remotes = self._remotes("write")
@@ -338,11 +338,9 @@ class Session:
 
     def pull(self, selection: Selection = EVERYTHING) -> Pulled:
         """Downloads all results of the selected steps that remote caches have into this store, for runs
-        without a network.
-
-        Raises UsageError for unknown names or if no remote is read, RemoteError if one failed or sent wrong
-        data and a result is absent, SourceError for an unreadable source, StoreError for the store.
-        """
+        without a network; counts those that none has. Raises UsageError for unknown names or if no remote is
+        read, RemoteError if one failed or sent wrong data and a result is absent, SourceError for an
+        unreadable source, StoreError if the store cannot be used."""
         from mlcbuild import replication
 
         over = self.over(self._remotes("read"))
@@ -351,8 +349,9 @@ class Session:
         return replication.pull(Store(self.store.root), plan, over.recipe.remotes, warnings)
 
     def verify_store(self) -> CheckedStore:
-        """Checks all bytes of this store, downloads damaged and missing files, and returns what was damaged.
-        Raises UsageError when no remote cache is read, StoreError if the store cannot be read or written."""
+        """Checks all bytes of this store, removes damaged files, downloads them and missing ones, and returns
+        what was restored and what was not. Raises UsageError if no remote is read, StoreError if the store
+        cannot be used."""
         from mlcbuild import replication
 
         return replication.verify(Store(self.store.root), self._remotes("read"))
@@ -382,8 +381,9 @@ class Session:
 
 
 def _still_forced(graph: Graph, force: Iterable[str], result: RunResult) -> tuple[str, ...]:
-    """Returns the names, sorted, of the steps that must run even if the store holds their results: those that
-    match the user's patterns `force`, except the steps that the run `result` has built."""
+    """Returns the names, sorted, of the steps that the next attempt of a run must execute even if the store
+    holds their results: those that match the user's patterns `force`, except those that the attempts so far,
+    `result`, built."""
     built = {step.name for step in result.steps if step.status == "built"}
     return tuple(sorted(graph.match(force) - built))
 

@@ -79,9 +79,8 @@ class Cancellation:
         self._listeners: list[Callable[[str], None]] = []
 
     def cancel(self, reason: str = "the caller") -> None:
-        """Ends the runs to which this object was passed, and those to which it will be passed. Only the first
-        reason is kept.
-        """
+        """Makes the runs to which this object was passed, and those to which it will be passed, end early;
+        does not wait for their end. Only the first reason is kept."""
         self.reason = self.reason or reason
         for listener in tuple(self._listeners):
             listener(self.reason)
@@ -107,7 +106,8 @@ def caught(interrupt: Callable[[str], None], inline: bool) -> Iterator[None]:
     """Returns a context in which SIGINT and SIGTERM call `interrupt` with the signal's name, in place of
     their earlier handlers, which it restores at its end. In any thread but the main one it changes nothing.
 
-    inline: True if build steps run in this thread; KeyboardInterrupt is then raised too, which ends them.
+    inline: True if build steps run in this thread; either signal then also raises KeyboardInterrupt, which
+    ends them.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -14,7 +14,7 @@ from mlcbuild.reports.chart import Curve, Panel, panels
 _CELL, _ROW, _LEFT, _TOP = 92.0, 18.0, 64.0, 22.0
 MOST_ROWS = 200
 """Maximum number of rows, one for each layer, in the SVG table that shows how many bits a weight has in each
-matrix of a model whose quantization schemes were chosen under a budget."""
+matrix of a model whose quantization schemes were chosen under a budget. Further rows are left out."""
 
 
 def picture(budget: Mapping[str, Any]) -> str:
@@ -37,9 +37,9 @@ def picture(budget: Mapping[str, Any]) -> str:
 
 
 def bits_of_matrices(matrices: Sequence[Mapping[str, Any]]) -> str:
-    """Returns an SVG with a row for each layer of a model and one for the matrices outside of layers, at most
-    200 in all, and a cell for each matrix, which shows the matrix's bits per weight, darker for more bits.
-    matrices: entries of budget.json with name, bits, scheme and bytes."""
+    """Returns an SVG with a row for each layer of a model and one for the matrices outside of layers, and a
+    cell for each matrix, which shows the matrix's bits per weight, darker for more bits. Rows after the first
+    200 are left out. matrices: entries of budget.json with name, bits, scheme and bytes."""
     rows: dict[str, dict[str, Mapping[str, Any]]] = {}
     for matrix in matrices:
         first, *rest = matrix["name"].split(".", 2)

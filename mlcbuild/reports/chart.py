@@ -21,7 +21,8 @@ COLOURS: Mapping[str, str] = {
     "bundle": "#c9a227",
     "verify": "#4f9d5b",
 }
-"""Kind of step (the first part of a step's name) -> colour of its bar in the timeline of a run."""
+"""Kind of step (the first part of a step's name) -> colour of its bar in the timeline of a run. Other kinds
+have the colour OTHER, and failed steps of all kinds FAILED."""
 OTHER = "#8a94a3"
 FAILED = "#c8453b"
 _PALETTE = ("#3f6fb5", "#d9893b", "#4f9d5b", "#8a6fc0", "#c8453b", "#3f8f8a", "#a8863a", "#7a8699")
@@ -59,8 +60,9 @@ class Point:
     label: str
     bytes: int
     loss: float
-    """Mean KL divergence in nats. Values up to 1e-7 are rounding errors and are drawn in the chart's separate
-    row for variants that equal the model exactly."""
+    """Mean KL divergence of the variant's next-token distributions from the model's, in nats. Values up to
+    1e-7 are rounding errors and are drawn in the chart's separate row for variants that equal the model
+    exactly."""
     group: str
     """Name of the group of variants to which this point of a scatter plot belongs; it determines the point's
     colour."""
@@ -123,8 +125,9 @@ def _bar(bar: Bar, row: int, scale: float) -> str:
 
 
 def ticks(total: float, most: int = 8) -> list[float]:
-    """Returns round numbers from 0 to `total`, in seconds and above 0, for the marks of an axis, at most
-    `most` + 1 of them."""
+    """Returns evenly spaced positions on a time axis, in seconds, for its marks: at most `most` + 1 multiples
+    of a round number, from 0 to the last one that is not above `total`. total: length of the axis in seconds,
+    above 0."""
     steps = [base * 10.0**power for power in range(-3, 2) for base in (1, 2, 5)]
     steps += [60.0 * n for n in (1, 2, 5, 10, 15, 30)] + [3600.0 * n for n in (1, 2, 4, 8, 24)]
     step = next((step for step in sorted(steps) if total / step <= most), total / most)
@@ -138,9 +141,9 @@ def _short(seconds: float) -> str:
 
 
 def scatter(points: Sequence[Point]) -> str:
-    """Returns an SVG scatter plot of loss (logarithmic) over size, with a labelled dot for each point; there
-    must be at least one. Points whose loss is only a rounding error have a separate row below the axis, which
-    has no position for zero."""
+    """Returns an SVG scatter plot of loss (mean KL divergence in nats, logarithmic) over size in bytes, with
+    a labelled dot for each point. Points with a loss up to LEAST, a rounding error, are in a separate row
+    "exact" below the axis, which has no position for zero. Raises ValueError if there is no point."""
     width, height, left, top = 520.0, 300.0, 64.0, 14.0
     exact = any(point.loss <= LEAST for point in points)
     floor = height - (40.0 + _ROW * exact)
@@ -186,9 +189,9 @@ Box = tuple[float, float, float, float]
 
 
 def _around(place: tuple[float, float], start: float, length: float) -> Box:
-    """Returns the rectangle (left, top, right, bottom), in pixels, around a dot or a line of text in a chart.
-    place: (x, y), a point in the vertical middle of the rectangle; start: offset of the left edge from x;
-    length: width of the rectangle."""
+    """Returns the rectangle (left, top, right, bottom), 13 pixels high, around a dot or a line of text in a
+    chart. place: (x, y), a point in the vertical middle of the rectangle; start: offset of the left edge from
+    x; length: width of the rectangle; all in pixels."""
     x, y = place
     return x + start, y - 6.5, x + start + length, y + 6.5
 
@@ -202,11 +205,12 @@ def _is_within(box: Box, area: Box) -> bool:
 
 
 def _dot(point: Point, place: tuple[float, float], fill: str, occupied: list[Box], area: Box) -> str:
-    """Returns a labelled dot of a scatter plot as SVG. The label is beside the dot, or above or below it, at
-    the first free position; without one it overlaps.
+    """Returns a labelled dot of a scatter plot as SVG. The label is right or left of the dot, or above or
+    below there, at the first position inside `area` where it overlaps nothing in `occupied`. If there is
+    none, it overlaps; if no position is inside `area`, it is right of the dot.
 
     place: x and y of the dot in pixels; fill: its colour; occupied: rectangles of dots and earlier labels, to
-    which the label is added; area: rectangle that labels must not leave.
+    which the label is added; area: rectangle of the chart.
     """
     x, y = place
     long = len(point.label) * _CHAR
@@ -236,7 +240,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram of a chart: named lines over two axes that both start at 0."""
+    """One diagram of a chart: named lines over two axes that both start at 0. `across` and `up` are the texts
+    beside the horizontal and the vertical axis."""
 
     title: str
     across: str
@@ -290,7 +295,8 @@ def _panel(panel: Panel, extent: tuple[float, float], colours: Mapping[str, str]
 
 
 def _rounds(largest: float) -> list[float]:
-    """Returns a few round numbers from 0 to `largest`, which must be above 0, for the marks of an axis."""
+    """Returns the multiples of a round number from 0 to the last one that is not above `largest`, at most
+    six, for the marks of an axis. `largest` must be above 0."""
     power = 10.0 ** math.floor(math.log10(largest))
     step = next(n * power for n in (0.1, 0.2, 0.25, 0.5, 1, 2) if largest / (n * power) <= 5)
     return [i * step for i in range(int(largest / step) + 1)]

@@ -11,15 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 HEIGHT, GAP_X, GAP_Y = 34.0, 56.0, 12.0
-"""Height of a box, horizontal distance of columns and minimum vertical distance of boxes, in pixels."""
+"""Height of a box, width of the space between two neighbouring columns of boxes, and minimum height of the
+space between two boxes of a column, in pixels."""
 _CLEAR, _APART = 4.0, 3.0
-"""Minimum distance of a line from a box, and of lines with different origins where there is room, in
-pixels."""
+"""Minimum distance in pixels of a line from a box that it passes, and minimum distance of lines with
+different origins that pass between the same two boxes; the latter is less where there is no room."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """The position and width of a node in a picture, in pixels from the upper left corner."""
+    """The place of a node in a picture: the upper left corner of its box, in pixels right of and below that
+    of the picture, and the box's width in pixels."""
 
     x: float
     y: float
@@ -33,8 +35,8 @@ class Box:
 
 @dataclass(frozen=True)
 class _Gap:
-    """A free range of vertical positions in a column: between two boxes, above the first or below the
-    last."""
+    """A free range of vertical positions in a column of boxes, from `low` down to `high` in pixels: between
+    two boxes, above the first (`low` is -inf) or below the last (`high` is inf)."""
 
     column: float
     low: float
@@ -42,7 +44,7 @@ class _Gap:
 
 
 Edge = tuple[str, str]
-"""Names of the node where an edge begins and of the node where it ends."""
+"""Names of the node where an edge begins, and of the node where it ends, which depends on the first."""
 
 
 def paths(boxes: Mapping[str, Box], edges: Iterable[Edge]) -> dict[Edge, str]:
@@ -67,7 +69,8 @@ def paths(boxes: Mapping[str, Box], edges: Iterable[Edge]) -> dict[Edge, str]:
 
 
 def _gaps(boxes: Iterable[Box]) -> dict[float, list[_Gap]]:
-    """Returns left edge of a column -> the free ranges in it, from top to bottom."""
+    """Returns left edge of a column, in pixels -> the ranges in it where a line may pass, from top to bottom:
+    a few pixels away from its boxes, above the first and below the last one included."""
     columns: dict[float, list[float]] = {}
     for box in boxes:
         columns.setdefault(box.x, []).append(box.y)
@@ -81,8 +84,10 @@ def _gaps(boxes: Iterable[Box]) -> dict[float, list[_Gap]]:
 
 
 def _crossed(start: Box, end: Box, gaps: Mapping[float, list[_Gap]]) -> list[tuple[_Gap, float]]:
-    """Returns, for each column between two boxes, the gap through which the edge passes and the vertical
-    position that it wishes there: near the straight line, in a gap."""
+    """Returns, for each column that an edge crosses on its way from the box `start` to the box `end`, from
+    left to right, a pair: the free range between boxes through which it passes, and the vertical position in
+    pixels, inside that range, at which it would pass if there were no other lines. That is the free position
+    nearest to the straight line."""
     columns = list(gaps)
     between = columns[bisect_left(columns, start.x) + 1 : bisect_left(columns, end.x)]
     way, y = list[tuple[_Gap, float]](), start.middle
@@ -97,8 +102,9 @@ def _crossed(start: Box, end: Box, gaps: Mapping[float, list[_Gap]]) -> list[tup
 
 
 def _apart(wishes: Mapping[str, float], gap: _Gap) -> dict[str, float]:
-    """Returns name of a node -> vertical position of the line from it in a gap. wishes: name -> position that
-    the line would have alone. Lines keep their order, and as much distance as the gap allows."""
+    """Returns name of a node -> vertical position in pixels at which the line from it passes through a gap.
+    wishes: name of a node -> position that its line would have alone. Lines keep the order of these
+    positions, and are 3 pixels apart, or less if the gap is too narrow."""
     names = sorted(wishes, key=lambda name: (wishes[name], name))
     pitch = min(_APART, (gap.high - gap.low) / max(len(names) - 1, 1))
     places = dict[str, float]()

@@ -13,7 +13,8 @@ model needs."""
 
 def lanes(graph: Graph) -> dict[str, str]:
     """Returns name of a step or source -> title of the group (lane) in which it is drawn: the model that
-    alone needs it, or SHARED; with fewer than two models, "" for all."""
+    alone needs it, or SHARED; with fewer than two models, "" for all. Compiling a library from a model's
+    config does not count as need, since models may share the library."""
     models = {name.split("/")[1] for name in graph.nodes if name.startswith("weights/")}
     if len(models) < 2:
         return dict.fromkeys(graph.nodes, "")
@@ -31,8 +32,9 @@ def lanes(graph: Graph) -> dict[str, str]:
 
 
 def _products(graph: Graph) -> Mapping[str, str]:
-    """Returns name of a step that builds a bundle, or of a step that needs such a step -> name of the model
-    whose weights the bundle has."""
+    """Returns name of each step that builds a bundle, or depends on such a step directly or indirectly ->
+    name of the model whose weights the bundle has. If there are several models, the first in the order of the
+    step's dependencies counts."""
     products: dict[str, str] = {}
     for name, node in graph.nodes.items():
         for need in () if isinstance(node, Source) else graph.needs(node):

@@ -29,7 +29,8 @@ _COLOURS = {
     "skipped": ("#f1f1f1", "#b0b0b0"),
     "": ("#ffffff", "#8a94a3"),
 }
-"""State of a step -> (fill colour, border colour)."""
+"""State of a step in a plan or a run, "source" for a source, or "" for no state -> (fill colour, border
+colour) as #rrggbb."""
 
 _WORDS = {
     "source": "source",
@@ -44,7 +45,8 @@ _WORDS = {
 }
 _CHAR, _MARGIN = 7.0, 24.0
 _TITLE = 26.0
-"""Height in pixels of the title above the steps of one model."""
+"""Height in pixels of the title above a lane of a drawing: the steps of one model, or those that models
+share."""
 _SWEEPS = 12
 
 
@@ -104,7 +106,7 @@ def drawing(
 ) -> str:
     """Returns an SVG document that shows a graph of steps. states: name of every step and source -> its
     state, "" for none; reasons: name of a step -> the reason for its state, in words, which its tooltip
-    shows; legend: shows the colours of the states that occur.
+    shows; legend: True to explain, above the graph, the colours of the states that occur.
 
     Edges that follow from others are left out, for example fetch -> bundle if there is fetch -> weights ->
     bundle.
@@ -159,9 +161,9 @@ def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -
 
 
 def layout(graph: Graph) -> dict[str, Box]:
-    """Returns name of a step or source -> its box (left edge, top, width, in pixels), such that none overlap
-    and every edge leads to the right. With several models, the steps of each form a lane, and lanes lie below
-    each other."""
+    """Returns name of a step or source -> its box (left edge, top, width, in pixels from the upper left
+    corner of the picture), such that none overlap and every edge leads to the right. With several models, the
+    steps of each form a lane, and lanes lie below each other."""
     layers, lane_of = _layers(graph), lanes(graph)
     rows: dict[str, float] = {}
     top = 0.0
@@ -272,10 +274,10 @@ def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[
 
 
 def _spread(wish: list[float], pitch: float) -> list[float]:
-    """Spreads nodes of a picture along one axis, so that neighbours are at least `pitch` pixels apart. wish:
-    the position, in pixels, that each node would have without this rule. Returns positions in the same order
-    with the smallest sum of squared distances from those in `wish`. With the pitch subtracted this is
-    isotonic regression, solved by pooling adjacent violators."""
+    """Spreads nodes of a picture along one axis, in the order in which they are passed, so that neighbours
+    are at least `pitch` pixels apart. wish: the position, in pixels, that each node would have without this
+    rule. Returns one position for each node, those with the smallest sum of squared distances from `wish`.
+    With the pitch subtracted this is isotonic regression, solved by pooling adjacent violators."""
     blocks: list[tuple[float, int]] = []  # pairs (mean, count)
     for index, value in enumerate(wish):
         mean, count = value - index * pitch, 1

@@ -75,9 +75,8 @@ for (const graph of document.querySelectorAll('.graph')) {
 
 
 def view(svg: str) -> str:
-    """Returns the HTML of a graph's picture with controls. svg: a result of `graph_picture.drawing`. The page
-    that holds it must include the style sheet STYLE.
-    """
+    """Returns the HTML of a graph's picture with its controls and their script. svg: a result of
+    `graph_picture.drawing`. The page that holds it must include the style sheet STYLE."""
     return (
         '<div class="graph">'
         "<button>Larger</button><button>Smaller</button><button>Fit</button>"

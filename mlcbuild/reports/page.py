@@ -230,9 +230,9 @@ def _points(variants: Sequence[LoggedVariant]) -> list[Point]:
 
 
 def _changes(log: RunLog, before: RunLog | None) -> str:
-    """Returns HTML with the differences from the previous run: the duration, and the steps that are new, are
-    gone or have another key, at most MOST_ROWS of them, each with the reason why it ran or, if it was not
-    built, its status; "" if there is no previous run."""
+    """Returns HTML with the differences from the previous run: both durations, and a row for each step that
+    is new, is gone or has another key, at most MOST_ROWS. Except for steps that are gone, a row has the
+    reason why the step ran or, if it was not built, its status. Returns "" if there is no previous run."""
     if before is None:
         return ""
     old, new = {step.name: step for step in before.steps}, {step.name: step for step in log.steps}

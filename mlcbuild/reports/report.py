@@ -70,9 +70,10 @@ def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter
 
 
 class Lines:
-    """Prints the events of a run as lines, for logs: sources that were read, starts and ends of steps,
+    """Prints the events of a run as lines, for logs: large sources that are hashed, starts and ends of steps,
     downloads, uploads, waits, messages and the run's end, but no progress. The end of its log follows the
-    line of a failed step. Steps whose results were stored at the start are only counted.
+    line of a failed step. Steps whose results are reused from the start, and those that an interruption
+    skips, are only counted.
 
     Inside the context `beating`, a line for each running step is printed after PULSE seconds without output.
     """
@@ -122,8 +123,8 @@ class Lines:
 
 
 def _pulse(tally: Tally) -> list[str]:
-    """Returns a line of text for each running step: its time, its progress, and an estimate of the
-    remaining time if there is one."""
+    """Returns a line of text for each running step: the time since its start, its progress, and an estimate
+    of the remaining time, the last two if they are known."""
     lines = []
     for name, event in tally.running.items():
         words = [duration(time.monotonic() - tally.started[name])]
@@ -169,8 +170,8 @@ def _lines(event: Event, tally: Tally) -> list[str]:
 
 
 def _titled(event: StepStarted | StepFetching) -> str:
-    """Returns a step's name, followed by the model or other object on which it works unless the name
-    contains it."""
+    """Returns a step's name, followed by " for " and the model or other object on which it works unless the
+    name contains that."""
     subject = event.subject if isinstance(event, StepStarted) else ""
     return f"{event.name} for {subject}" if subject else event.name
 
@@ -220,9 +221,8 @@ def summary(result: RunResult) -> str:
 
 
 class View:
-    """The live view of a run on a terminal. Finished steps scroll by; running ones stay at the bottom with
-    time, bytes and ETA.
-    """
+    """The live view of a run on a terminal. Lines of finished steps scroll by; running ones stay at the
+    bottom with elapsed time, progress and remaining time."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -261,11 +261,12 @@ class View:
         return table
 
     def _rows(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Yields one table row (style, title, three texts) for each running step, each step that waits for
-        another mlcbuild process which builds it, and the whole run. The texts of a running step are elapsed
-        time, progress and remaining time; of a waiting one "waits", that process, and ""; of the run the
-        number of running steps, the step that begins the critical path, and the least time left. "" stands
-        for what is unknown."""
+        """Yields one table row (style of the title on the terminal, title, three texts) for each running
+        step, each step that waits for another mlcbuild process which builds it, and the whole run. The texts
+        of a running step are elapsed time, progress and remaining time; of a waiting one "waits", a
+        description of that process, and ""; of the run the number of running steps, the step that begins the
+        critical path, and the least time left. "" stands for what is unknown, and for remaining time that is
+        too short to be shown."""
         tally = self._tally
         for name in list(tally.running):
             where = f" on {tally.places[name]}" if name in tally.places else ""
@@ -280,8 +281,9 @@ class View:
         yield "bold", f"{tally.done} of {tally.total} steps", f"{len(tally.running)} running", path, left
 
     def _cells(self, name: str) -> tuple[str, str, str]:
-        """Returns (elapsed time, progress, remaining time) of a running step as texts, "" for each that is
-        unknown; three times "" if the step has ended meanwhile."""
+        """Returns (elapsed time, progress, remaining time) of a running step as texts; progress is "" if it
+        is unknown, and remaining time if it is unknown or the whole step is expected to take at most ETA_FROM
+        seconds. Returns three times "" if the step has ended meanwhile."""
         tally = self._tally
         started = tally.started.get(name)
         if started is None:  # The step ended while the view's thread draws it.
@@ -294,9 +296,9 @@ class View:
 
 
 def document(result: RunResult, variants: Sequence[object] = ()) -> dict[str, object]:
-    """Returns the JSON document that `mlcbuild run --json` prints: "variants" is a copy of `variants`, JSON
-    objects that describe the variants of the run; "steps" has name, key, status, seconds and reason (of a
-    failed step, its error) of each step; and "seconds" is the duration of the run."""
+    """Returns the document that `mlcbuild run --json` prints, as a dict: "variants" is a copy of `variants`,
+    JSON objects that describe the variants of the run; "steps" has name, key, status, seconds and reason (of
+    a failed step, its error) of each step; and "seconds" is the duration of the run."""
     return {
         "variants": list(variants),
         "steps": [_step_json(step) for step in result.steps],

@@ -1,9 +1,9 @@
 """Writes and reads logs of runs, which are kept in the store to be shown and compared later.
 
-Each run has two JSON files below the store's root: `runs/<recipe>/<time>.json`, and
-`runs/<recipe>/<digest>.rest` with the part without times, which runs of the same outcome share. <recipe> is a
-digest of the recipe's absolute path. Only the newest KEPT logs of each recipe stay. No step depends on a log.
-"""
+Each run has two JSON files below the store's root: `runs/<recipe>/<start>-<pid>.json` with its start and
+duration, named by the start in microseconds since 1970, and `runs/<recipe>/<digest>.rest` with everything
+else, which runs of the same outcome share. <recipe> is a digest of the recipe's absolute path. Only the
+newest KEPT logs of each recipe stay. No step depends on a log."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from mlcbuild.store.store import Store
 FORMAT = "mlcbuild-run/2"
 KEPT = layout.KEPT_LOGS
 _LARGEST = 256 << 20
-"""Maximum size in bytes of a file with the log of a run."""
+"""Maximum size in bytes of a run's log file that is read; a larger one counts as damaged."""
 _LAST = 1e11
-"""Maximum time in a run's log, in seconds since 1970: dates end with the year 9999."""
+"""Upper limit, exclusive, for the start of a run in its log, in seconds since 1970, and for its duration in
+seconds. A log beyond it counts as damaged; it is before the year 9999, with which dates end."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class LoggedStep:
     status: str
     """The outcome of the step: "built", "reused", "failed" or "skipped"."""
     words: str
-    """The reason why the step ran or was skipped; for a failed step, its error message."""
+    """The reason why the step ran, was reused or was skipped, "" if none is stated; for a failed step, its
+    error message."""
     start: float | None
-    """Seconds from the start of the run to the start of the step; None if it did not run."""
+    """Seconds from the start of the run to the start of the step; None if it did not run, as when it was
+    reused."""
     seconds: float
     bytes: int | None
     """Size of the step's artifact in bytes; None if it has none."""
@@ -67,21 +70,25 @@ class LoggedVariant:
     target: str
     status: str
     words: str
-    """The error with which the variant failed, or the reason why it has no bundle or was not verified; "" if
-    there is neither."""
+    """The error with which a step of the variant failed or its bundle could not be written, or the reason why
+    a finished bundle was not verified; "" if there is neither."""
     line: int
     column: int
-    """Column of the model's source in the recipe's file, counted from 1."""
+    """Column, counted from 1, at which the source of the variant's model stands in the recipe's file, for
+    messages that point there."""
     bytes: int | None
-    """Size of all files of the variant's bundle in bytes; None if there is no bundle."""
+    """Size of all files of the variant's bundle in bytes; None if the step that builds it has no result."""
     weights: int | None
-    """Size of the bundle's weights in bytes; None if there is no bundle."""
+    """Size of the variant's weights in bytes; None if the step that writes them has no result."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Name of a figure, such as "kl_mean" -> its value, from the comparison of the bundle with the model and
-    from a measurement of speed; {} if there was neither."""
+    """Name of a figure -> its value, from the comparison of the bundle with the model (kl_mean in nats,
+    top1_agreement from 0 to 1, perplexity ...) and from a measurement of speed (speed_decode_8 ... in tokens
+    per second); {} if there was neither."""
     budget: Mapping[str, Any] = field(default_factory=dict)
-    """The content of budget.json, the file of the step that chose a scheme for each matrix under the
-    variant's budget: limit, sizes, losses and schemes. {} for a variant without a budget."""
+    """The content of budget.json, which the step that chose a scheme for each matrix under the variant's
+    budget wrote: kind and limit of the budget, scheme, bytes, bits per weight and KL divergence of the whole
+    model, the curve of loss over bytes, and the matrices with their schemes. {} for a variant without a
+    budget, or if that step has no result here."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,8 @@ class RunLog:
 
 class Clock:
     """Records, from the events of a run, when each step starts (in seconds since the run's start), the last
-    lines of each failed step's log, and whether there was a warning. Passes every event on to another
-    receiver."""
+    lines of each failed step's log ("" for other steps that ended), and whether there was a warning. Passes
+    every event on to the receiver `report`."""
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
@@ -136,7 +143,8 @@ class Clock:
 
 
 def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ...]:
-    """Returns the steps of a run as its log records them, each after the steps on which it depends."""
+    """Returns the entries for a run's log, one LoggedStep for each step of `result`, each after the steps on
+    which it depends. clock: has received the run's events, and supplies starts and ends of logs."""
     place = {name: index for index, name in enumerate(graph.nodes)}
     logged = []
     for step in sorted(result.steps, key=lambda step: place[step.name]):
@@ -160,7 +168,7 @@ def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ..
 
 def speeds(log: RunLog) -> dict[str, str]:
     """Returns name of a speed that was measured for any variant of a run -> the speed's name in words, for
-    example "speed_decode_8" -> "decode 8"."""
+    example "speed_decode_8" (decoding with batch size 8) -> "decode 8"."""
     names = dict.fromkeys(name for item in log.variants for name in item.figures)
     return {name: words.replace("_", " ") for name in names if (words := name.removeprefix("speed_")) != name}
 
@@ -170,9 +178,8 @@ def machine() -> str:
 
 
 def save(store: Store, recipe: Path, log: RunLog) -> None:
-    """Writes the log of a run to the store and removes all but the newest KEPT logs of the recipe. Errors
-    with files are ignored, since no step depends on a log.
-    """
+    """Writes the log of a run to the store, and removes all but the newest KEPT logs of the recipe, and the
+    .rest files that no log names any more. Errors with files are ignored, since no step depends on a log."""
     # The last three come from damaged older logs.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         kept_path, rest = keep_rest(store, recipe, log)
@@ -185,10 +192,10 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
 
 
 def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
-    """Writes the part of a run's log without times to a file, named by its digest, which later runs with the
-    same outcome share. Returns (path of the file, the end of the JSON text of the run's other log file). That
-    text consists of the fields "format" and "rest" (the shared file's name without suffix) and the closing
-    brace. Raises OSError if the file cannot be written."""
+    """Writes the part of a run's log without the run's start and duration to a file, named by its digest,
+    unless it exists: runs with the same outcome share it. Returns (path of the file, the end of the JSON text
+    of the run's other log file). That text consists of the fields "format" and "rest" (the shared file's name
+    without suffix) and the closing brace. Raises OSError if the file cannot be written."""
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
     text = json.dumps(fields)  # The text is ASCII, because a path may hold bytes that are not UTF-8.
@@ -241,9 +248,8 @@ def _directory(store: Store, recipe: Path) -> Path:
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
     """Converts the two JSON objects that make up a run's log into a `RunLog`. head: the object with the
     format and the run's start and duration; data: all other fields, from a file whose digest was checked, of
-    which "steps" and "variants" are removed in place.
-    Raises ValueError for another format, or a start or duration that is impossible; KeyError or TypeError for
-    other fields."""
+    which "steps" and "variants" are removed in place. Raises ValueError for another format, or a start or
+    duration that is impossible; KeyError or TypeError if fields are missing, unknown or of a wrong type."""
     if head["format"] != FORMAT:
         raise ValueError("a log of another format")
     begun, seconds = float(head["time"]), float(head["seconds"])

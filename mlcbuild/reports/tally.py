@@ -18,7 +18,8 @@ from mlcbuild.build.events import (
 )
 
 ETA_FROM = 3.0
-"""Minimum expected seconds of a running step, or of a run, for which the remaining time is shown."""
+"""Minimum seconds, exclusive, that a running step is expected to take in all, or that are left of a run, for
+its remaining time to be shown."""
 
 
 @dataclass
@@ -42,9 +43,10 @@ class WorkRate:
             self.done, self.reached = done, time.monotonic()
 
     def seconds_until(self, total: int) -> float:
-        """Returns the estimated seconds until a running step has finished `total` units of its work (such as
-        tokens), from its speed since its first progress report. The result is negative if the step is later
-        than estimated. At least one unit must have been finished since that report."""
+        """Returns the estimated seconds from now until a running step has finished `total` units of its work
+        (such as tokens), from its speed between its first and its latest report of progress. The result is
+        negative if the step is later than estimated. Raises ZeroDivisionError if no unit was finished between
+        these reports."""
         each = (self.reached - self.since) / (self.done - self.first)
         return each * (total - self.done) - (time.monotonic() - self.reached)
 
@@ -56,8 +58,8 @@ class Tally:
     total: int = 0
     done: int = 0
     finished: set[str] = field(default_factory=set)
-    """Names of the steps that are already counted as finished, so that a step with a second result does not
-    count twice."""
+    """Names of the steps that are already counted as finished. A step with a second result does not count
+    twice, such as one that was to be reused and runs after all because its files cannot be downloaded."""
     running: dict[str, StepStarted | StepFetching] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
     progress: dict[str, StepProgress] = field(default_factory=dict)
@@ -67,7 +69,8 @@ class Tally:
     """Name of an unfinished step -> expected seconds from the start of this step to the end of the longest
     chain of steps that depend on it."""
     places: dict[str, str] = field(default_factory=dict)
-    """Name of a running step -> name of the cluster worker that runs it."""
+    """Name of a running step -> name of the cluster worker that runs it. Steps that run on this machine are
+    absent."""
 
     def note(self, event: Event) -> None:
         """Updates the number of finished steps, and the state and progress of running and waiting ones, from
@@ -104,9 +107,9 @@ class Tally:
             table.pop(name, None)
 
     def critical(self) -> tuple[str, float]:
-        """Returns (name of the unfinished step with which the longest chain of dependent steps begins,
-        expected seconds until this chain ends, and the run at the earliest, negative if it is late); ("", 0)
-        if unknown."""
+        """Returns (name of the step that begins the longest chain of unfinished steps, expected seconds from
+        now until this chain ends); the run lasts at least as long. The seconds are negative if the chain is
+        late. Returns ("", 0) if no chain is known."""
         now = time.monotonic()
         ends = {
             name: seconds - (now - self.started.get(name, now) if name in self.running else 0.0)
@@ -115,10 +118,10 @@ class Tally:
         return max(ends.items(), key=lambda item: item[1], default=("", 0.0))
 
     def left(self, name: str) -> float | None:
-        """Returns the estimated remaining seconds of a running step, from its progress, its last run, or the
-        usual duration of such a step. None if all of these are unknown, if the step is not running, takes
-        longer than estimated, or is expected to take at most ETA_FROM seconds in all.
-        """
+        """Returns the estimated remaining seconds of a running step, from its progress or, if that is
+        unknown, from its last run or, if there was none, from the usual duration of such a step. None if all
+        of these are unknown, if the step is not running, takes longer than estimated, or is expected to take
+        at most ETA_FROM seconds in all."""
         step = self.running.get(name)
         if step is None:
             return None

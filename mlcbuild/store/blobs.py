@@ -66,9 +66,11 @@ class Blobs:
 
     def link_out(self, files: Iterable[Entry], directory: Path) -> None:
         """Hard-links files of the store into `directory`, or copies them where links are impossible, and
-        checks their bytes. files: path below the directory, digest and size of each.
+        checks their bytes. files: path below the directory, digest and size of each; missing subdirectories
+        are created.
 
-        Raises OSError, and StoreError for a blob that is missing or has wrong bytes; the latter is removed.
+        Raises OSError, also for a file that exists, and StoreError for a blob that is missing or has wrong
+        bytes, which is then removed from the store. Files that were linked before stay.
         """
         directories = set()
         for entry in files:
@@ -87,7 +89,7 @@ class Blobs:
 
     def sound(self, entry: Entry) -> bool:
         """Reads a blob in full, and returns True if it has the digest and size that `entry`, the description
-        of the file, states; False also if it cannot be read."""
+        of the file, states; False also if it cannot be read. A damaged blob is not removed."""
         try:
             return has_bytes(self.blob(entry.digest), entry.digest, entry.size)
         except OSError:
@@ -95,7 +97,8 @@ class Blobs:
 
     def read_blob(self, entry: Entry) -> bytes:
         """Returns the bytes of the small blob that `entry` describes. Raises StoreError if they cannot be
-        read or are damaged. A blob with wrong bytes is removed, unless it is longer than `entry` states."""
+        read or are damaged. A blob with wrong bytes is removed, but one that is longer than `entry` states
+        counts as unreadable and stays."""
         try:
             data = regular.read(self.blob(entry.digest), entry.size, follow_link=False)
         except OSError as error:
@@ -121,7 +124,8 @@ class Blobs:
         return LostBlobError(f"{problem}; it was removed, run again to build it anew")
 
     def condemn(self, digest: str) -> None:
-        """Removes a damaged blob (a stored file) from a store that is writable.
+        """Removes a damaged blob (a stored file); if the store cannot be written, it stays, and nothing is
+        raised.
 
         If nobody has written to the blob since it was stored, its hard links in bundles get the mtime SPOILT,
         by which store/export.py recognises and replaces them. A blob that somebody wrote to keeps its mtime,
@@ -135,10 +139,11 @@ class Blobs:
 
     def put_blob(self, digest: str, part: Path, *, hashed: bool = False) -> None:
         """Moves the file `part`, which must be on the store's filesystem, into the store as the blob with
-        this digest. If the store has the blob already, intact, `part` stays where it is.
+        this digest, read-only and in place of a damaged one. If the store has the blob already, intact,
+        `part` stays where it is.
 
-        hashed: True if the caller has verified the file's bytes. Raises StoreError if they do not have the
-        digest, or the store cannot be written.
+        hashed: True if the caller has verified the digest of `part`, which is then not computed again. Raises
+        StoreError if `part` has another digest, or the store cannot be written.
         """
         with self.writing():
             if not hashed and file_digest(part) != digest:
@@ -148,9 +153,9 @@ class Blobs:
             self._place(part, digest)
 
     def hold(self, digest: str, size: int) -> bool:
-        """Returns True if a blob of `size` bytes is present and unchanged, and renews its ctime, by which
-        garbage collection during a build keeps it for a day even if no step's result contains it yet.
-        """
+        """Returns True if a blob of `size` bytes is present and unchanged, by the rule of `holds`, and renews
+        its ctime if it can, by which garbage collection during a build keeps it for a day even if no step's
+        result contains it yet."""
         is_held = self.holds(digest, size)
         if is_held:
             with suppress(OSError):
@@ -159,8 +164,8 @@ class Blobs:
 
     def holds(self, digest: str, size: int) -> bool:
         """Returns True if a blob of this size in bytes is present and unchanged according to its stat. Only
-        if its mtime is not the store's are the bytes read; if they are right, the mtime is restored.
-        """
+        if its mtime is not the store's are the bytes read; if they are right, the mtime is restored where the
+        store can be written. Returns False for a blob that is absent or cannot be read."""
         try:
             stat_result = self.blob(digest).lstat()
         except OSError:
@@ -216,7 +221,7 @@ def make_shelf(directory: Path) -> None:
 
 
 def make_way(place: Path) -> None:
-    """Removes a directory at a path where a file belongs, since a rename cannot replace a directory; anything
-    else stays."""
+    """Removes a directory, with all that is in it, at a path where a file belongs, since a rename cannot
+    replace a directory; anything else stays. Raises nothing if it cannot be removed."""
     if place.is_dir() and not place.is_symlink():
         remove_tree(place)

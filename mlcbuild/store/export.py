@@ -1,4 +1,5 @@
-"""Writes an artifact to a directory that the user named."""
+"""Writes the files of an artifact (the result of a step) to an output directory that the user named, and
+replaces an older one there if all of its files are mlcbuild's."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ class _Listing:
     """The files that mlcbuild wrote to an output directory, as the list beside it states them."""
 
     rows: Sequence[Row] = ()
-    """(path, digest, size in bytes) of each file."""
+    """(path in the output directory, digest, size in bytes) of each file that mlcbuild wrote there."""
     inodes: Mapping[str, int] = field(default_factory=dict)
-    """Path of a file -> its inode number. Files of the same size that were exchanged for each other differ in
-    nothing else."""
+    """Path of a file in the output directory -> its inode number when mlcbuild wrote it. By it, two files of
+    the same size that were exchanged are noticed, since mlcbuild gives all of its files the same mtime."""
 
 
 def materialise(
@@ -68,7 +69,8 @@ def materialise(
 
 def set_aside(destination: Path) -> Path | None:
     """Renames an output directory that mlcbuild wrote from NAME to .NAME.refused, which hides it and replaces
-    an older one of that name, and returns the new path.
+    an older one of that name, and returns the new path: so nobody ships an old bundle whose successor
+    verification has refused.
 
     Returns None if there is no such directory, if it holds files of the user, or if it cannot be renamed.
     """
@@ -123,9 +125,8 @@ def _stands(rows: list[Row], destination: Path) -> bool:
 
 
 def _marker(destination: Path) -> Path:
-    """Returns the path of the file that lists the files that mlcbuild wrote to the output directory
-    `destination`.
-    """
+    """Returns the path of the file .NAME.mlcbuild.json, beside the output directory `destination` of that
+    NAME, that lists the files that mlcbuild wrote to it."""
     return destination.with_name(f".{destination.name}.mlcbuild.json")
 
 
@@ -173,8 +174,8 @@ def _replace(store: Store, destination: Path, rows: list[Row], fill: Callable[[P
 def _holds(store: Store, destination: Path, rows: list[Row], listing: _Listing) -> bool:
     """Returns True if the output directory `destination` holds exactly the files `rows`, (path, digest, size)
     each, and they are unchanged: each is also in `listing`, the files that mlcbuild wrote there before, and
-    has this size and the mtime that mlcbuild gives to its files. Only files that have another inode than
-    listed, and are no link to the store, are hashed."""
+    has this size and the mtime that mlcbuild gives to its files. A file is hashed only if its inode is
+    neither the listed one nor that of its blob in the store."""
     present_files = {name: path for path, name in _files(destination)}
     return present_files.keys() == {path for path, _, _ in rows} and all(
         row in listing.rows and _is_whole(store, present_files[row[0]], row, listing) for row in rows
@@ -192,9 +193,9 @@ def _is_whole(store: Store, path: Path, row: Row, listing: _Listing) -> bool:
 
 
 def _check_ours(destination: Path, listed: Sequence[Row]) -> None:
-    """Raises UsageError if an output directory holds a file that mlcbuild did not write, or that was changed
-    since, or if a link or a file is in its place. listed: (path, digest, size) of each file that mlcbuild
-    wrote there."""
+    """Raises UsageError if an output directory holds a file, link or empty directory that mlcbuild did not
+    write, or a file that was changed since, or if a link or a file is in its place. listed: (path, digest,
+    size) of each file that mlcbuild wrote there."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise UsageError(f"{destination} is not a directory: move it away, or choose another output")
     foreign = [name for path, name in _files(destination) if not _is_ours(path, name, listed)]
@@ -247,8 +248,9 @@ def _read(marker: Path) -> _Listing:
 
 
 def _write(marker: Path, rows: Sequence[Row], directory: Path | None) -> None:
-    """Writes the list of the files `rows`, (path, digest, size) each, with their inodes in `directory`, or
-    without inodes if it is None. Raises OSError if it cannot be written."""
+    """Writes the list of the files `rows`, (path, digest, size) each, that mlcbuild wrote to an output
+    directory to the path `marker`, with the files' inodes in `directory`; without inodes if that is None, as
+    while the directory is being replaced. Raises OSError if it cannot be written."""
     part = marker.with_suffix(".part")
     remove(part)
     inodes = {} if directory is None else {path: (directory / path).stat().st_ino for path, _, _ in rows}

@@ -1,7 +1,7 @@
 """Defines where a store lies and what its file times mean, for the store, receipts and logs of runs.
 
-It imports little, because a run that ends by its receipt imports nothing else of the store.
-"""
+It imports little, because a run that finds by its receipt (the list of what an earlier run depended on) that
+there is nothing to do imports nothing else of the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_ROOT = 3072
 KEPT_LOGS = 20
 """Number of run logs that are kept for each recipe."""
 _CLEANED = ("tmp", "locks", "logs", "known", "partial", "unsent", "sent", "receipts", "runs")
-"""Directories of a store from which old or abandoned files are removed."""
+"""Directories, below the root of a store, from which old or abandoned files are removed."""
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> str:
@@ -40,14 +40,15 @@ def default_root(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def absolute(path: str) -> str:
-    """Returns an absolute path for `path`. Symbolic links and `..` stay as they are."""
+    """Returns `path` as an absolute path; a relative one starts from the current directory. Symbolic links
+    and `..` stay as they are."""
     return os.path.join(os.getcwd(), path)
 
 
 def root_fault(root: str) -> str:
-    """Returns the reason why a store cannot be in the directory `root`, an absolute path, as the end of a
-    sentence; "" if it can. Steps work on files in it, and compilers accept UTF-8 only.
-    """
+    """Returns the reason why a store cannot be in the directory `root`, an absolute path, as words that
+    follow the path in an error message, such as "is not UTF-8"; "" if it can. Its length is limited, and
+    compilers, which work on files in the store, accept UTF-8 only."""
     try:
         lengths = [len(part.encode()) for part in root.split("/")]
     except UnicodeEncodeError:
@@ -58,9 +59,9 @@ def root_fault(root: str) -> str:
 
 
 def shelved(name: str) -> str:
-    """Returns the path of a step record below ac/, or of a blob below cas/: the directories there are named
-    after the first two characters of a key or digest.
-    """
+    """Returns the path, relative to ac/, of the step record with the key `name`, or, relative to cas/, of the
+    blob with the digest `name`: "ab/abcdef...", since the directories there are named after the first two
+    characters."""
     return f"{name[:2]}/{name}"
 
 
@@ -73,9 +74,8 @@ def unsent(root: str) -> list[str]:
 
 
 def open_or_create(path: str | os.PathLike[str]) -> int:
-    """Opens a file for reading and writing, creates it if it does not exist, and returns its descriptor.
-    Raises OSError, also for a link; a pipe is opened without waiting.
-    """
+    """Opens a file for reading and writing, creates it if it does not exist, and returns its descriptor. A
+    pipe is opened, too, without waiting for its other end. Raises OSError, also for a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
 
 
@@ -94,8 +94,8 @@ def all_as_written(paths: Iterable[str | bytes], sizes: Iterable[int], directory
     """Returns True if every file is a regular one of the corresponding size in bytes with the mtime STAMP, a
     constant that the store sets on its files: nobody has written to them since. It calls no other function of
     this module, since a short run checks thousands of files. directory: descriptor of the directory to which
-    the paths are relative; None: the current directory. Raises OSError if a file cannot be examined,
-    ValueError unless there are as many sizes as paths."""
+    the paths are relative; None: the current directory. Raises OSError if a file is missing or cannot be
+    examined, ValueError unless there are as many sizes as paths."""
     examine, stamp, kind_bits, regular = os.stat, STAMP_NS, 0o170000, stat.S_IFREG
     for path, size in zip(paths, sizes, strict=True):
         item = examine(path, dir_fd=directory)
@@ -113,8 +113,8 @@ def is_use_noted(mtime_ns: int) -> bool:
 
 def note_use(path: str) -> None:
     """Sets a step record's time of last use, which is the mtime of its file, to now, unless it was set in the
-    last ten minutes.
-    """
+    last ten minutes. If it cannot, as for a record that is missing or belongs to another user, nothing is
+    raised."""
     try:
         if not is_use_noted(os.stat(path).st_mtime_ns):
             os.utime(path)
@@ -123,7 +123,8 @@ def note_use(path: str) -> None:
 
 
 def own_directory(path: str) -> None:
-    """Creates a directory of the store, with its parents. Anything else at its path is removed.
+    """Creates a directory of the store, with its parents. A file or link at its path, though not at those of
+    its parents, is removed first.
 
     Files are removed from the store's directories, so a link among them must not lead to somebody else's
     directory. Raises OSError if the directory cannot be created.
@@ -140,15 +141,15 @@ def own_directory(path: str) -> None:
 
 
 def is_private(stat_result: os.stat_result) -> bool:
-    """Returns True if a file or directory belongs to the user of this process, and no other user may write
-    it, except for root."""
+    """Returns True if a file or directory belongs to the user of this process, and neither its group nor
+    other users have permission to write it."""
     return stat_result.st_uid == os.geteuid() and not stat_result.st_mode & 0o022
 
 
 def private_directory(root: str) -> str:
     """Returns the directory for files that a run trusts without a check, such as cached digests, with
-    symbolic links resolved: the store itself, also if it does not exist yet, or, if other users can write to
-    the store, a directory of this user in it. root: directory of the store."""
+    symbolic links resolved: the store itself if only this user can write it or it does not exist yet,
+    otherwise user-UID in it, a directory of this user. root: directory of the store."""
     root = os.path.realpath(root)
     try:
         is_shared = not is_private(os.stat(root))
@@ -158,9 +159,9 @@ def private_directory(root: str) -> str:
 
 
 def make_private(path: Path) -> None:
-    """Creates `path`, the directory for files that a run trusts without a check, as `private_directory`
-    returned it, unless it exists: the store itself, or, in a store that others can write, a directory that
-    only this user can read and write. Raises OSError."""
+    """Creates `path`, the directory for files that a run trusts without a check, unless it exists. path: as
+    `private_directory` returned it: the store itself, which is created with its parents, or user-UID in an
+    existing store, which only this user can read and write. Raises OSError if it cannot be created."""
     if path.name == f"user-{os.geteuid()}":
         path.mkdir(0o700, exist_ok=True)
     else:
@@ -169,9 +170,9 @@ def make_private(path: Path) -> None:
 
 def remove_links(root: str) -> None:
     """Removes links and files that stand in place of directories in a store, so that removing old files
-    reaches no other directory: at the paths of directories such as tmp/ and logs/, where directories are
-    created instead, and links to directories anywhere below logs/, known/ and runs/. root: directory of the
-    store.
+    reaches no other directory. At the paths of directories such as tmp/ and logs/, a directory is created
+    instead; links to directories anywhere below logs/, known/ and runs/ are only removed. root: directory of
+    the store.
 
     Raises OSError, and StoreError for a link in place of the directories of records or blobs, since gc would
     remove files behind it.
@@ -191,9 +192,8 @@ def remove_links(root: str) -> None:
 
 
 def create(path: str) -> int:
-    """Creates a file and returns its descriptor, opened for writing. Anything already at its path, such as a
-    link or a pipe, is removed. Raises OSError if the file cannot be created.
-    """
+    """Creates a file and returns its descriptor, opened for writing. A file, link or pipe at its path is
+    removed first. Raises OSError if a directory is there or the file cannot be created."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o644)
@@ -203,9 +203,8 @@ def create(path: str) -> int:
 
 
 def write(path: str, parts: Iterable[bytes]) -> None:
-    """Writes a file of the store: first under a temporary name, then renamed to `path`. parts: its bytes,
-    in pieces. Raises OSError if the file cannot be written.
-    """
+    """Writes a file of the store: first under a temporary name, then renamed to `path`, without fsync. parts:
+    its bytes, in pieces. Raises OSError if the file cannot be written; the temporary file may then stay."""
     part = f"{path}.{os.getpid()}.part"
     with open(create(part), "wb") as file:
         file.writelines(parts)
@@ -223,9 +222,9 @@ def remove_oldest(paths: Iterable[str]) -> None:
 
 def write_log(directory: str, began: float, seconds: float, rest: str) -> str:
     """Writes the log of a run to `directory`, which is created, and removes all but the newest KEPT_LOGS
-    there. began: start of the run, in seconds since 1970; seconds: its duration; rest: JSON text of all other
-    fields, with the brace that closes the object. Returns the file's path. Raises OSError if it cannot be
-    written."""
+    there. began: start of the run, in seconds since 1970; seconds: its duration; rest: JSON text that follows
+    these two fields and a comma: all other fields and the closing brace. Returns the file's path. Raises
+    OSError if it cannot be written."""
     # Sorting by name is sorting by time.
     path = f"{directory}/{round(began * 1e6):018}-{os.getpid()}.json"
     own_directory(os.path.dirname(directory))

@@ -1,4 +1,5 @@
-"""Links or copies a file, avoiding a second copy of its bytes where the filesystem allows it."""
+"""Links or copies a file, avoiding a second copy of its bytes where the filesystem allows it, and gives files
+the read-only mode and the mtime that mark them as the store's."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _NO_RANGE = {
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
-    """Makes `destination` a hard link of `source`, or a clone, or else a copy. Raises OSError if the file
-    exists already or cannot be created.
+    """Makes `destination` a hard link of `source`, or, where links are impossible, a clone or else a copy.
+    Raises OSError if `destination` exists or cannot be created, or `source` cannot be read.
 
     Actions use it to pass an input through to their output: the hard link is recognised when the output is
     published, and is not hashed again.
@@ -70,6 +71,7 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def stamp(path: Path) -> None:
-    """Makes a file read-only and sets STAMP, the mtime that all files of a store have."""
+    """Makes a file read-only and sets STAMP, the mtime that all files of a store have. Raises OSError if it
+    cannot, as for another user's file."""
     path.chmod(0o444)
     os.utime(path, (STAMP, STAMP))

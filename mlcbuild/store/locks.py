@@ -44,9 +44,9 @@ class HeldLock:
 
 
 def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> HeldLock | None:
-    """Acquires a file lock and returns it, or returns None at once if it is held already, by another process
-    or this one. shared: True for a lock that several processes may hold together, as long as none holds it
-    exclusively; keep: True if its file stays after the release.
+    """Acquires a file lock and returns it, or returns None at once if a lock that excludes it is held, by
+    another process or this one. shared: True for a lock that may be held several times at once, as long as
+    none holds it exclusively; keep: True if its file stays after the release.
 
     The process id and host are written to an exclusive lock's file. Raises OSError when the file cannot be
     created or written.
@@ -71,9 +71,9 @@ def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> HeldLoc
 
 
 def wait_lock(path: Path, *, keep: bool = False, shared: bool = False) -> HeldLock:
-    """Waits without a time limit until nobody holds a file lock, acquires it and returns it; meant for locks
-    that are held for moments. keep: True if the lock file stays after the release; shared: True for a lock
-    that several processes may hold together. Raises OSError if the lock file cannot be opened."""
+    """Waits without a time limit until a file lock can be acquired, and returns it; meant for locks that are
+    held for moments. keep: True if the lock file stays after the release; shared: True for a lock that
+    several processes may hold together. Raises OSError if the lock file cannot be opened or written."""
     while (lock := try_lock(path, shared=shared, keep=keep)) is None:
         time.sleep(0.02)
     return lock
@@ -93,9 +93,9 @@ def holder(path: Path) -> str:
 
 
 def _open(path: Path) -> int:
-    """Opens a lock file, creates it if it does not exist, and returns its descriptor. Anything but a
-    regular file at its path is damage and is removed.
-    """
+    """Opens a lock file, creates it if it does not exist, and returns its descriptor. Anything but a regular
+    file at its path is damage and is removed. Raises OSError, also for a directory there that is not
+    empty."""
     while True:
         try:
             descriptor = layout.open_or_create(path)

@@ -10,8 +10,8 @@ the mtime of the store's files (`layout.is_as_written`).
 
 This module imports only the rules that it shares with the store and little of Python's library, because
 imports take much of the time of such a run. The rest of the time goes to stats, so paths are relative where
-that is shorter, and of records only the directories are checked: a directory's mtime changes with its names.
-A directory with another mtime is read again.
+that is shorter, and of records only the directories are checked: a directory's mtime changes when an entry is
+added or removed. A directory with another mtime is read again.
 
 The file `receipts/<digest of the command line and its environment>` is a line with the digest of the rest and
 the length of each section, followed by the sections: texts between NUL, or unsigned 64-bit integers of this
@@ -48,7 +48,8 @@ _VARIABLES = (
     *("MLCBUILD_CORES", "MLCBUILD_KEY", "MLCBUILD_STORE", "MLCBUILD_TLS"),
     *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
 )
-"""Names of the environment variables that can change what a run does although everything is built."""
+"""Names of the environment variables that can change what a run does although everything is built. Their
+values are part of the digest that names a receipt."""
 
 
 def place(root: str, arguments: Sequence[str]) -> str:
@@ -78,7 +79,8 @@ def place(root: str, arguments: Sequence[str]) -> str:
 
 def check(arguments: Sequence[str]) -> str | None:
     """Returns the text that a run with these command-line arguments prints when nothing has changed since a
-    finished run, whose receipt lists everything that it depended on; None when there may be work.
+    finished run, whose receipt lists everything that it depended on; None when there may be work, or there is
+    no receipt that can be read, and while garbage collection runs.
 
     Also marks the records of the steps as used, so that garbage collection keeps them, and logs the run.
     """
@@ -123,7 +125,7 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
     removes all but the newest KEPT receipts in its directory. If a text contains NUL or the file cannot be
     written, nothing is written and nothing raised, since a receipt only saves time.
 
-    texts, numbers: name of a section -> its entries, of any number. Every section must be there. Of texts:
+    texts, numbers: name of a section -> its entries, of any number. Raises KeyError if one is missing. Texts:
 
         said     the text printed before and after the seconds that the run took
         watched  paths of files and directories
@@ -131,12 +133,12 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
         records  keys of steps
         shelves  names of the directories below ac/ in which the records of these steps are
         blobs    paths of stored files, relative to cas/
-        copies   paths of other files, which have the mtime that the store gives its files
+        copies   paths of the bundles' files that are no links to stored files, but have the same mtime
         listed   for each directory whose mtime was too recent: its path, the number of its files, and name
                  and inode of each, by name; numbers in decimal
         log      the directory of run logs, and the JSON text of this run's log without its times
 
-    Of numbers:
+    Numbers:
 
         stats        inode, mtime and ctime (ns) of each path in `watched`, in one list
         shelf_stats  the same of each directory in `shelves`, or three zeros for one whose mtime is too recent
@@ -182,10 +184,10 @@ def inodes(directory: str) -> list[str]:
 
 
 def store(arguments: Sequence[str]) -> str:
-    """Returns the directory of the store that the option --store of the command line `arguments` names, or of
-    the user's default store. The word after --store counts even if it is another option's value. The wrong
-    directory then has no receipt (the list of what an earlier run depended on), so that the command runs in
-    full."""
+    """Returns the directory of the store that the last option --store of the command line `arguments` names,
+    or of the user's default store. The word after --store counts even if it is another option's value. The
+    wrong directory then has no receipt (the list of what an earlier run depended on), so that the command
+    runs in full."""
     named = ""
     for number, word in enumerate(arguments):
         if word == "--store":
@@ -257,8 +259,10 @@ def _recorded(ac: bytes, texts: Mapping[str, bytes], before: Sequence[int]) -> b
 
 
 def _touch(path: str, ac: str, records: bytes) -> None:
-    """Marks all results on which a finished run depended as used, unless the mtime of the run's receipt shows
-    that this was done recently. ac: directory of records; records: the records' keys."""
+    """Marks all results on which a finished run depended as used now, and then the run's receipt at `path`,
+    unless the receipt's mtime shows that this was done in the last ten minutes. ac: directory of records,
+    with a final slash; records: the records' keys between NUL. Raises OSError if the receipt is missing or
+    cannot be changed."""
     if not layout.is_use_noted(os.stat(path).st_mtime_ns):
         for key in map(os.fsdecode, _split(records)):
             layout.note_use(f"{ac}{layout.shelved(key)}")
