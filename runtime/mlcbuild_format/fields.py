@@ -17,24 +17,24 @@ MAX_INTEGER = 1 << 53
 """The largest integer that is accepted in a field of a bundle's JSON files, 2**53: larger ones are not exact
 in every JSON reader."""
 MAX_TEXT = 1000
-"""Maximum number of characters of a text in a bundle's JSON files that is printed or compared. Longer ones
-are refused."""
+"""Maximum number of characters of a string in a bundle's JSON files that the runtime prints or compares. A
+longer one raises FieldError."""
 _DIGITS = 100
 """Maximum digits of an integer in a JSON document: `model_max_length` of many tokenizers has 31."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class FieldError(ValueError):
-    """The error for a field of a JSON object that is missing or has a wrong value. The message names the
-    field, and the value if there is one."""
+    """The error for a JSON object that has a missing, unknown or wrong field, or fields that contradict each
+    other. The message names the field."""
 
 
 def parse_json(data: bytes) -> Json:
     """Returns the value of a JSON document in UTF-8. Raises ValueError with a reason of one line.
 
     Besides invalid JSON it refuses a byte order mark, NaN, duplicate keys in an object, integers of more than
-    100 digits, numbers outside the range of a float, unpaired surrogates, and more than MAX_DEPTH nested
-    lists and objects.
+    100 digits, numbers outside the range of a float, unpaired surrogates, and more than 64 nested lists and
+    objects.
     """
     try:
         text = data.decode()
@@ -68,7 +68,7 @@ _decode = strict_json.decoder(parse_int=_integer, parse_float=_float)
 
 def _check_values(document: Json, strings: bool) -> None:
     """Raises ValueError if lists and objects in a JSON value are nested more than 64 deep, or, where
-    `strings` is True, if a string holds an unpaired surrogate."""
+    `strings` is True, if a string (a value or a key) holds an unpaired surrogate."""
     level: Sequence[Json] = [document]
     for _ in range(MAX_DEPTH + 1):
         children: list[Json] = []
@@ -191,9 +191,9 @@ LONGEST_MESSAGE = 4000
 def printable(text: object, longest: int = LONGEST_MESSAGE) -> str:
     """Returns `text` as one line that is safe in a terminal, a log and a UTF-8 file.
 
-    Line breaks, control characters (and so all escape sequences of terminals), directional overrides and
-    unpaired surrogates are written as Python escapes. Before that, a text of more than `longest` characters
-    is cut to this length, its end replaced by "...".
+    A text of more than `longest` characters is first cut to that length, of which the last three are "...".
+    Then characters that are not printable, such as line breaks, control characters (and so all escape
+    sequences of terminals), directional overrides and unpaired surrogates, are written as Python escapes.
     """
     line = str(text)
     if len(line) > longest:
@@ -204,8 +204,9 @@ def printable(text: object, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def describe(value: object) -> str:
-    """Returns any value as text for an error message: its Python expression, of which more than 60 characters
-    are cut and end with "...". Large values take no longer."""
+    """Returns any value as text for an error message: its Python expression (`repr`), or, if that has more
+    than 60 characters, the first 57 and "...". A long string or list, or a large object or integer, takes no
+    longer."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -215,8 +216,8 @@ def describe(value: object) -> str:
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Yields the Python expression (`repr`) of a value in pieces; strings and integers in it are cut to a
-    bounded length."""
+    """Yields the Python expression (`repr`) of a value in pieces. Strings are cut to 80 characters; an
+    integer of more than 1024 bits is described by its number of bits."""
     if isinstance(value, str):
         yield repr(value[:80])
     elif isinstance(value, int) and value.bit_length() > 1024:
@@ -240,8 +241,8 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def plain(value: object) -> Json:
-    """Returns a deep copy of a JSON value in which Mappings are dicts with keys made text, and tuples are
-    lists. Raises TypeError for values JSON cannot hold."""
+    """Returns a deep copy of a JSON value in which Mappings are dicts, whose keys are converted by str(), and
+    tuples are lists. Raises TypeError for values JSON cannot hold."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -31,8 +31,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Returns the content of the regular file at `path`. Raises BundleError if it has more than `largest`
-    bytes, or cannot be read."""
+    """Returns the bytes of the regular file at `path`, or of a link's target. Raises BundleError if it has
+    more than `largest` bytes, or is missing, unreadable or not a regular file."""
     try:
         return regular.read(path, largest)
     except OSError as error:
@@ -61,8 +61,8 @@ def read_text(path: Path, largest: int) -> str:
 
 
 def read_json(path: Path, largest: int) -> dict[str, Json]:
-    """Returns the JSON object in a file of at most `largest` bytes. Raises BundleError for other content
-    (also what `parse_json` refuses), and for a file that cannot be read."""
+    """Returns the JSON object in a file of a bundle. Raises BundleError for a file of more than `largest`
+    bytes or one that cannot be read, and for other content (also what `parse_json` refuses)."""
     try:
         document = parse_json(read_bytes(path, largest))
     except ValueError as error:
@@ -73,8 +73,8 @@ def read_json(path: Path, largest: int) -> dict[str, Json]:
 
 
 def digest(path: Path) -> str:
-    """Returns the BLAKE3 of a file as 64 hex digits; it hashes about 2 GB per CPU-second. Raises BundleError
-    if the file cannot be read or is no regular file."""
+    """Returns the BLAKE3 hash of a file, or of a link's target, as 64 lower-case hex digits, at about 2 GB
+    per CPU-second. Raises BundleError if the file cannot be read or is no regular file."""
     hasher = blake3()
     with open_regular(path) as file:
         chunk = memoryview(bytearray(min(_CHUNK, os.fstat(file.fileno()).st_size) + 1))
@@ -87,11 +87,12 @@ def digest(path: Path) -> str:
 
 
 def check_listing(root: Path, names: Collection[str]) -> None:
-    """Raises BundleError if there are files below `root` that are not among `names`, symbolic links, or
-    anything but regular files and directories. Files of `names` that are missing are not reported.
+    """Raises BundleError for anything below `root` but the regular files `names` and the directories that
+    hold them: for another file or directory, a symbolic link, a pipe and so on, and for a directory that
+    cannot be read. Files of `names` that are missing are not reported.
 
-    `names` are relative paths. A directory that holds none of them is refused without being listed, so that
-    the time of the walk depends on the number of names only.
+    `names` are relative paths. A directory that holds none of them is refused without being listed, however
+    many files it has.
     """
     folders = {parent for name in names for parent in _parents(name)}
     for name, kind in _entries(root, folders):
@@ -111,9 +112,9 @@ def check_listing(root: Path, names: Collection[str]) -> None:
 
 def _entries(root: Path, folders: Collection[str]) -> Iterator[tuple[str, int]]:
     """Yields (path relative to `root`, file type as stat.S_IFMT returns it) of each entry directly in the
-    directory `root`, or directly in one of the directories below it whose relative paths are `folders`.
-    Entries of one directory are sorted by name; a directory that is missing, or is none, is skipped. Raises
-    BundleError for a directory that cannot be read."""
+    directory `root`, then of each directly in those directories below it whose relative paths are `folders`.
+    Links are not followed: their type is S_IFLNK. Entries of one directory are sorted by name; a directory
+    that is missing, or is none, is skipped. Raises BundleError for a directory that cannot be read."""
     for folder in ("", *sorted(folders)):
         place = root / folder
         try:

@@ -33,8 +33,7 @@ class Metadata:
     signature: str
     params: tuple[Tensor, ...]
     """(name, shape, dtype, layout) of every parameter tensor that the compiled library takes, in the order of
-    its arguments.
-    """
+    its arguments. layout: name of the physical order of the elements, such as "row"."""
 
 
 def read_metadata(text: str, manifest: Manifest) -> Metadata:
@@ -74,9 +73,9 @@ def _param(row: Json) -> Tensor:
 
 
 def _agree(top: Fields, manifest: Manifest) -> None:
-    """Raises BundleError if a bundle's manifest and the metadata of its library differ in the model's config,
-    the scheme, the target or the limits, their names aside; FieldError if the metadata lack one of these.
-    """
+    """Raises BundleError if a bundle's manifest and the metadata of its library differ in a field of the
+    model's config, the scheme, the target or the limits, except the field `name` of each; FieldError if the
+    metadata lack one of these four objects."""
     sides = {
         "config": plain(manifest.model.config),
         "scheme": plain(manifest.scheme),
@@ -101,8 +100,8 @@ def _shown(value: Json) -> str:
 def find_runtime(path: Path, manifest: Manifest) -> Path:
     """Returns the path of the TVM runtime library: the one that the manifest lists below lib/, else the one
     that the environment variable MLCBUILD_TVM_RUNTIME names (if it is set and not empty), else that of an
-    installed tvm package. Raises SetupError if there is none, or if the variable names no file. path:
-    directory of the bundle."""
+    installed tvm package. Raises SetupError if there is none, or if the variable is used and names no file.
+    path: directory of the bundle."""
     name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
     if f"lib/{name}" in manifest.files:
         return path / "lib" / name

@@ -1,4 +1,5 @@
-"""Defines the limits for which a library is compiled; the runtime stays within them."""
+"""Defines the limits for which a library is compiled, such as the tokens of a sequence and the sequences of a
+call; the runtime stays within them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Limits:
     context_window: int
     """Maximum number of tokens in one sequence, prompt and answer together."""
     prefill_chunk: int
-    """Maximum number of prompt tokens that one call of the library computes."""
+    """Maximum number of prompt tokens, of all sequences together, that one call of the library computes."""
     max_batch: int
     """Maximum number of sequences that one call of the library computes."""
     page_size: int = PAGE
@@ -29,11 +30,12 @@ class Limits:
 
     @property
     def sequence_pages(self) -> int:
-        """Returns the number of KV cache pages that hold one sequence of context_window tokens."""
+        """Returns the number of KV cache pages that hold one sequence of context_window tokens, rounded
+        up."""
         return -(-self.context_window // self.page_size)
 
     @property
     def pages(self) -> int:
-        """Returns the number of KV cache pages that hold max_batch sequences of context_window tokens
-        each."""
+        """Returns the number of KV cache pages that hold max_batch sequences of context_window tokens, each
+        of which starts a page."""
         return self.sequence_pages * self.max_batch

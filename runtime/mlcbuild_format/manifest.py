@@ -1,7 +1,7 @@
 """The manifest of a bundle, bundle.json: its fields, and the rules for their values. See runtime/README.md.
 
-A manifest is untrusted: `parse` checks the type and range of every field, so that code that holds a Manifest
-need not.
+A manifest is untrusted: `parse` checks the type and range of every field and raises FieldError, so that code
+that holds a Manifest need not check them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Model:
 @dataclass(frozen=True)
 class Memory:
     """The builder's estimate of the memory, in bytes, that serving a bundle takes: max_batch sequences of
-    context_window tokens each. `total` is the sum of the others."""
+    context_window tokens each. `total` is the sum of weights, KV cache and workspace."""
 
     weights: int
     kv_cache: int
@@ -54,8 +54,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Serving:
-    """Default sampling parameters and special tokens, from the checkpoint's generation_config.json; None and
-    () for what it does not state."""
+    """Default sampling parameters, from the checkpoint's generation_config.json, and the ids of its BOS and
+    EOS tokens, from there or config.json; None, or () for EOS, where they are not stated. The temperature is
+    0 if do_sample is false."""
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -63,13 +64,14 @@ class Serving:
     top_p: float | None = None
     top_k: int | None = None
     pooling: Pooling = "last"
-    """How hidden states are combined into an embedding, from the checkpoint's 1_Pooling/config.json. A bundle
-    that does not state it uses "last"."""
+    """How hidden states are combined into an embedding, "last" or "mean", from the checkpoint's
+    1_Pooling/config.json. A bundle that does not state it uses "last"."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine for which a library is compiled, as its target describes it."""
+    """The machine for which a library is compiled, from the manifest's target: LLVM's triple, processor and
+    signed features, the kind of device ("cpu" or a GPU's) and the kind of compiled file."""
 
     triple: str
     cpu: str
@@ -96,8 +98,8 @@ class Manifest:
     weights: tuple[str, ...]
     signature: str
     files: Mapping[str, File]
-    """Relative path -> digest and size of every file of the bundle except bundle.json and the provenance
-    files."""
+    """Relative path -> BLAKE3 digest and size in bytes of every file of the bundle except bundle.json and the
+    provenance files."""
     memory: Memory
     serving: Serving = Serving()
     verification: Mapping[str, Json] | None = None
@@ -136,7 +138,7 @@ class Manifest:
         return max(sizes) if sizes and len(sizes) == len(windows) else None
 
     def to_json(self) -> dict[str, Json]:
-        """Returns the manifest as a JSON document; `parse` is the inverse."""
+        """Returns the manifest as a decoded JSON document (a dict); `parse` is the inverse."""
         serving: dict[str, Json] = {"bos_token_id": self.serving.bos_token_id}
         serving["eos_token_ids"] = list(self.serving.eos_token_ids)
         for key in ("temperature", "top_p", "top_k"):
@@ -175,12 +177,13 @@ class Manifest:
 MAX_INT32 = (1 << 31) - 1
 MAX_FILES = 10_000
 MAX_VALUES = 100_000
-"""Maximum number of keys and values in a JSON object of bundle.json that is kept unchanged, such as the
-model's config."""
+"""Maximum number of keys and values, nested ones included, in a JSON object of bundle.json that is kept
+unchanged, such as the model's config."""
 MAX_NESTING = 16
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
-"""Regular expression of a file or directory name that is valid on every file system and needs no quoting in a
-shell."""
+"""Regular expression of a file or directory name: 1 to 200 ASCII letters, digits and `_ . + -`, the first a
+letter, a digit or `_`, so that a shell needs no quotes. A name that ends with `.` or is a device's on Windows
+also matches."""
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 """File names, in lower case, that Windows reserves for devices, whatever their extension: con, prn, aux, nul,
 com0 to com9, lpt0 to lpt9."""
@@ -200,8 +203,8 @@ is 0."""
 
 
 def parse(document: Json) -> Manifest:
-    """Returns the manifest of a bundle that a JSON document describes, after checking every field. Raises
-    FieldError naming the first invalid field."""
+    """Returns the manifest of a bundle that a decoded JSON document describes, after checking every field.
+    Raises FieldError naming the first field that is missing, unknown or invalid, or contradicts another."""
     top = Fields(document)
     version = top.value.get("format")
     if version != FORMAT:
@@ -234,8 +237,9 @@ def parse(document: Json) -> Manifest:
 
 def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
     """Returns the JSON object in the field `key` of a manifest, unchanged. Raises FieldError if it is
-    missing, nested more than 16 deep, has more than 100,000 keys and values, or holds values that are not
-    safe to print, compare and write again: text of more than one line, and numbers beyond 53 bits."""
+    missing, nested more than 16 deep, has more than 100,000 keys and values, or holds a value that is not
+    safe to print, compare and write again: text of more than one line or 1000 characters, or a number of a
+    magnitude above 2**53."""
     verbatim = fields.fields(key)
     level: Sequence[Json] = [verbatim.value]
     count = 0
@@ -335,7 +339,7 @@ def _files(fields: Fields) -> dict[str, File]:
 def is_plain_path(path: str) -> bool:
     """Returns True if a path may stand in a manifest: at most 16 names, separated by `/`, each of at most 200
     ASCII letters, digits and `_ . + -`, that begin with none of `. + -`, do not end with `.`, and are no
-    device's name on Windows (con, com1)."""
+    device's name on Windows, with or without an extension (con, com1.txt)."""
     parts = path.split("/")
     return (
         len(parts) <= MAX_NESTING
@@ -346,7 +350,7 @@ def is_plain_path(path: str) -> bool:
 
 def _cross_check(manifest: Manifest) -> None:
     """Raises FieldError if fields of a manifest contradict each other, for example if it names a file that it
-    does not list, or if the fields of `target` are invalid."""
+    does not list, or if a field of `target`, the scheme's name or the model's config is invalid."""
     needed = (manifest.library, *manifest.weights)
     for path in needed:
         if path not in manifest.files:

@@ -16,9 +16,9 @@ then that of version 1."""
 
 
 def available(root: Path = control_groups.ROOT) -> int:
-    """Returns the bytes of memory that this process may use: the smallest of the machine's memory (8 GiB if
-    the system does not report it) and the limits of the process's control groups. root: where /proc and /sys
-    are."""
+    """Returns the bytes of memory that this process may use: the smallest of the machine's physical memory (8
+    GiB if the system does not report it) and the limits of the process's control groups and their parents.
+    root: the directory in which /proc and /sys are looked up."""
     counts = [_UNKNOWN]
     with suppress(ValueError, OSError, AttributeError):
         counts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

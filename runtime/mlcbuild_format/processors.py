@@ -25,8 +25,8 @@ X86_LEVELS: Mapping[str, tuple[str, ...]] = {
     "x86-64-v3": ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),
     "x86-64-v4": ("avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"),
 }
-"""Level of the x86-64 psABI -> the features it adds to the level before it (System V ABI, table
-"micro-architecture levels"). Baseline x86-64 is not listed: it adds nothing."""
+"""Level of the x86-64 psABI -> LLVM's names of the features it adds to the level before it (System V ABI,
+table "micro-architecture levels"). Baseline x86-64 is not listed: it adds nothing."""
 
 X86_FEATURES: Mapping[str, str] = {
     **{name: name for names in X86_LEVELS.values() for name in names},
@@ -66,7 +66,7 @@ ARM_FEATURES: Mapping[str, tuple[str, str]] = {
     "sve2": ("sve2", ""),
 }
 """LLVM's name of a 64-bit Arm extension that the runtime checks -> (its flag in Linux's /proc/cpuinfo, its
-name in macOS's sysctl or "")."""
+name in macOS's sysctl below hw.optional.arm, "" if it has none)."""
 
 _HWCAP, _HWCAP2 = 16, 26
 _ARM_BITS: Mapping[str, tuple[int, int]] = {
@@ -80,8 +80,8 @@ _ARM_BITS: Mapping[str, tuple[int, int]] = {
     "sve": (_HWCAP, 22),
     "sve2": (_HWCAP2, 1),
 }
-"""LLVM's name of a 64-bit Arm extension that the runtime checks -> (entry of Linux's auxiliary vector, bit of
-the entry)."""
+"""LLVM's name of a 64-bit Arm extension that the runtime checks -> (number of the entry of Linux's auxiliary
+vector, index of the bit in it, counted from the lowest, 0)."""
 
 CHECKABLE: Mapping[str, frozenset[str]] = {
     "x86_64": frozenset(X86_FEATURES),
@@ -92,18 +92,18 @@ CHECKABLE: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Names:
-    """LLVM's names of the processors and of the features of one architecture."""
+    """LLVM's names of the processors of one architecture, with their extensions, and of its features."""
 
     cpus: Mapping[str, frozenset[str]]
     """Name of a processor or of a psABI level, such as x86-64-v3 -> LLVM's names of its instruction-set
-    extensions, as far as the runtime checks them."""
+    extensions, those of the levels below included, as far as the runtime checks them."""
     features: frozenset[str]
 
 
 @lru_cache(maxsize=1)
 def names() -> Mapping[str, Names]:
-    """Returns architecture -> the names by which LLVM calls its processors and features. The names are read
-    from cpus.json, which tests/llvm_table.py writes."""
+    """Returns architecture, x86_64 or aarch64 -> the names by which LLVM calls its processors and features.
+    The names are read from cpus.json, which tests/llvm_table.py writes."""
     text = Path(__file__).with_name("cpus.json").read_text(encoding="utf-8")
     levels: dict[str, frozenset[str]] = {}
     for level, added in X86_LEVELS.items():
@@ -139,8 +139,9 @@ def needed(architecture: str, cpu: str, features: Collection[str]) -> frozenset[
     """Returns LLVM's names of the instruction-set extensions that code compiled for a target may use, among
     those that the runtime checks.
 
-    cpu, features: as for LLVM, each feature with its sign (+avx2, -sse3). For a `cpu` that is not in LLVM's
-    table, only the features with a + count. The result is empty for an architecture without a table.
+    cpu, features: as for LLVM, each feature with its sign (+avx2, -sse3); one with - is left out even where
+    another adds it, and implied features are not added. For a `cpu` that is not in LLVM's table, only the
+    features with a + count. The result is empty for an architecture without a table.
     """
     table = names().get(family(architecture))
     if table is None:
@@ -152,23 +153,23 @@ def needed(architecture: str, cpu: str, features: Collection[str]) -> frozenset[
 
 
 def x86_features(cpuinfo: str) -> frozenset[str]:
-    """Returns LLVM's names of the instruction-set extensions of an x86-64 machine, among those that the
-    runtime checks. cpuinfo: the text of Linux's /proc/cpuinfo."""
+    """Returns LLVM's names of the instruction-set extensions that all processors of an x86-64 machine have,
+    among those that the runtime checks. cpuinfo: the text of Linux's /proc/cpuinfo."""
     flags = _flags(cpuinfo, "flags")
     return frozenset(name for name, flag in X86_FEATURES.items() if flag in flags)
 
 
 def arm_features(cpuinfo: str) -> frozenset[str]:
-    """Returns LLVM's names of the instruction-set extensions of a 64-bit Arm machine, among those that the
-    runtime checks. cpuinfo: the text of Linux's /proc/cpuinfo."""
+    """Returns LLVM's names of the instruction-set extensions that all processors of a 64-bit Arm machine
+    have, among those that the runtime checks. cpuinfo: the text of Linux's /proc/cpuinfo."""
     flags = _flags(cpuinfo, "Features")
     return frozenset(name for name, (flag, _) in ARM_FEATURES.items() if flag in flags)
 
 
 def auxiliary_features(value: Callable[[int], int]) -> frozenset[str]:
     """Returns LLVM's names of the instruction-set extensions of a 64-bit Arm machine, among those that the
-    runtime checks. value: function from the number of an entry of Linux's auxiliary vector to its bits.
-    Source: arch/arm64/include/uapi/asm/hwcap.h."""
+    runtime checks. value: function like getauxval, from the number of an entry of Linux's auxiliary vector to
+    its bits. Source: arch/arm64/include/uapi/asm/hwcap.h."""
     return frozenset(name for name, (entry, bit) in _ARM_BITS.items() if value(entry) >> bit & 1)
 
 
@@ -180,8 +181,8 @@ def _auxiliary_value(entry: int) -> int:
 
 def apple_features(sysctl: Callable[[str], str]) -> frozenset[str]:
     """Returns LLVM's names of the instruction-set extensions that an Apple machine's processor has, among
-    those of ARM_FEATURES. sysctl: function from a name of macOS's sysctl to its value, "" if there is no such
-    name."""
+    those of ARM_FEATURES. sysctl: function from a name such as hw.optional.arm.FEAT_BF16 to its value, "1"
+    for an extension that is there, "" if there is no such name."""
     named = {name: apple for name, (_, apple) in ARM_FEATURES.items() if apple}
     return frozenset(name for name, apple in named.items() if sysctl(f"hw.optional.arm.{apple}") == "1")
 
@@ -209,7 +210,7 @@ def present() -> frozenset[str] | None:
 
 def sysctl(name: str) -> str:
     """Returns the value of a macOS sysctl name, or "" if there is no such name. Raises OSError if sysctl
-    cannot run, subprocess.TimeoutExpired if it takes 10 seconds."""
+    cannot run, subprocess.TimeoutExpired after 10 seconds."""
     process = subprocess.run(
         ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=False
     )

@@ -28,8 +28,8 @@ used; all may if it is not set."""
 PROGRAM = "program.json"
 """Name of the file in a bundle that holds its GPU program."""
 Expression: TypeAlias = "int | str | tuple[str, Expression, Expression]"
-"""An expression over the sizes of a GPU program's call: a whole number, the name of a size, or (operation,
-left, right)."""
+"""An expression over the sizes of a GPU program's call, or over a kernel's scalars: a whole number, the name
+of a size or scalar, or (operation, left, right) with one of the operations add, mul, div, min, max."""
 Sizes: TypeAlias = Mapping[str, int]
 """Name of a size of a GPU program's call, such as its number of rows -> the value of the size."""
 Kind = Literal["workspace", "cache", "inputs", "rope"]
@@ -44,14 +44,14 @@ OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "min": min,
     "max": max,
 }
-"""Name of an operation in expressions -> function that computes it. `div` rounds up, and its divisor is a
-whole number above 0."""
+"""Name of an operation in expressions -> function that computes it from the left and the right operand. `div`
+rounds up, and its divisor is a whole number above 0."""
 MAX_INT32 = (1 << 31) - 1
 SUBGROUPS, SHADER_F16 = "subgroups", "shader-f16"
 PACKED_PRODUCTS = "packed_4x8_integer_dot_product"
 FEATURES = (PACKED_PRODUCTS, SHADER_F16, SUBGROUPS)
-"""Optional features of a GPU for which a kernel may have another source text, by their names in WebGPU. A
-device with subgroups also numbers them: it has WGSL's language extension subgroup_id."""
+"""Optional features of a GPU for which a kernel may have another source text, by their names in WebGPU or
+WGSL. `subgroups` also means that shaders may use WGSL's subgroup_id."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
 WORD = 4
 """Size of an int32 in bytes. The size of every buffer is a multiple of it."""
@@ -84,13 +84,14 @@ GUARANTEED = DeviceLimits()
 
 @dataclass(frozen=True)
 class Binding:
-    """One storage buffer among the arguments of a GPU kernel."""
+    """A parameter of a GPU kernel that is a storage buffer: its name, whether the kernel writes it, and how
+    many bytes of it are accessed."""
 
     name: str
     written: bool
     size: Expression
-    """Number of bytes that the kernel may access from the start of the binding, as an expression over the
-    kernel's scalars."""
+    """Number of bytes that the kernel may access from the start of the binding: a whole number, or an
+    expression over the names of the kernel's scalars."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Alternative:
 @dataclass(frozen=True)
 class Shader:
     """A compute shader of a GPU program. Its uniform buffer holds int32 words: the scalars that the code
-    reads, then the number of workgroups in x minus 1."""
+    reads, then the number of workgroups in x minus 1 (0 if there are none)."""
 
     file: str
     entry: str
@@ -168,18 +169,20 @@ class RopeTable:
 
 @dataclass(frozen=True)
 class BoundBuffer:
-    """A buffer, or a parameter of the model, that a launch binds to a kernel."""
+    """A buffer, or a parameter of the model, that a launch passes to a kernel as one of its storage
+    buffers."""
 
     name: str
     offset: int = 0
-    """Offset in bytes of the binding in its buffer, a multiple of 256."""
+    """Offset in bytes at which the binding begins in its buffer, a multiple of 256."""
 
 
 @dataclass(frozen=True)
 class Launch:
     kernel: str
     uses: tuple[BoundBuffer, ...]
-    """The buffers that a launch of a kernel binds, in the order of the kernel's bindings."""
+    """The buffers and model parameters that a launch of a kernel binds, in the order of the kernel's
+    bindings."""
     scalars: tuple[Expression, ...]
     """The values of the kernel's scalars in a launch, in the kernel's order, as expressions over the sizes of
     the call."""
@@ -214,8 +217,9 @@ class Program:
     buffers: Mapping[str, Buffer]
     inputs: Mapping[str, Section]
     ropes: Mapping[str, RopeTable]
-    """Name of a GPU buffer for rotary embeddings -> the number of rows, the frequencies and the factor of the
-    cosines and sines with which the host fills it when the program is loaded."""
+    """Name of a GPU buffer for rotary embeddings -> the number of positions, the frequencies in radians per
+    position, and the factor of the cosines and sines with which the host fills it when the program is
+    loaded."""
     functions: Mapping[str, tuple[CallVariant, ...]]
     """Name of a function of the GPU program -> its variants, each a list of launches for calls up to maximum
     sizes, such as a number of rows. A call uses the first variant whose maximum sizes it does not exceed."""
@@ -230,8 +234,8 @@ class Program:
         raise ValueError(f"{function} takes no call of the sizes {dict(sizes)}")
 
     def for_device(self, features: Collection[str]) -> Program:
-        """Returns this GPU program with the fastest source text of every kernel for a device. features: the
-        optional features of WebGPU that the device has."""
+        """Returns a copy of this GPU program with the fastest source text of every kernel for a device.
+        features: the optional features of WebGPU that the device has."""
         return replace(self, kernels={name: kernel.best(features) for name, kernel in self.kernels.items()})
 
     def param_bytes(self) -> dict[str, int]:
@@ -240,7 +244,8 @@ class Program:
         return {name: rounded(math.prod(shape) * ITEM_BYTES[dtype]) for name, shape, dtype, _ in self.params}
 
     def buffer_bytes(self, pages: int) -> dict[str, int]:
-        """Returns name of a GPU buffer -> its size in bytes, for a KV cache of `pages` pages."""
+        """Returns name of a GPU buffer, those of the weights aside -> its size in bytes, a multiple of 4, for
+        the largest calls and a KV cache of `pages` pages."""
         sizes = {**self.sizes, "pages": pages}
         return {name: rounded(evaluate(buffer.size, sizes)) for name, buffer in self.buffers.items()}
 
@@ -252,8 +257,8 @@ def rounded(size: int) -> int:
 
 
 def evaluate(expression: Expression, sizes: Sizes) -> int:
-    """Returns the value of an expression over the sizes of a GPU program's call. sizes: name of a size -> its
-    value. Raises KeyError for a size without a value."""
+    """Returns the value of an expression over the sizes of a GPU program's call, or over a kernel's scalars.
+    sizes: name of a size or scalar -> its value. Raises KeyError for a name without a value."""
     if isinstance(expression, int):
         return expression
     if isinstance(expression, str):
@@ -263,8 +268,9 @@ def evaluate(expression: Expression, sizes: Sizes) -> int:
 
 
 def check(program: Program, pages: int, device: DeviceLimits = GUARANTEED) -> None:
-    """Raises FieldError unless every launch of a GPU program stays within its buffers and the limits of
-    `device`. pages: number of pages of the KV cache."""
+    """Raises FieldError unless every launch of a GPU program, with the largest sizes of a call, stays within
+    its buffers and the limits of `device`, and writes no constant and no buffer that is bound twice. pages:
+    number of pages of the KV cache."""
     present = {**program.param_bytes(), **program.buffer_bytes(pages)}
     for name, size in present.items():
         if size > device.buffer_bytes:

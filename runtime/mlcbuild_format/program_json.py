@@ -39,20 +39,19 @@ Item = TypeVar("Item")
 MAX_BYTES = 1 << 42
 _MAX_DEPTH = 6
 _MAX_LAUNCHES = 200_000
-"""Largest number of launches of all functions of a GPU program together."""
+"""Maximum number of launches in all variants of all functions of a GPU program together."""
 _MAX_TABLE = 1 << 16
 _MAX_SHARED = 1 << 20
 _MAX_UNIFORMS = 63
-"""Largest number of int32 uniforms of a GPU launch besides the grid: hosts keep them in
-records of 256 bytes."""
+"""Maximum number of int32 scalars that a kernel's code reads: with one word for the grid, they fill the 256
+bytes in which hosts keep the uniforms of a launch."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_.:-]{0,199}"
 _FILE = r"kernels/[A-Za-z0-9_]{1,100}\.[a-z]{1,8}"
 
 
 def parse(document: Json) -> Program:
-    """Returns the GPU program that a JSON document describes. Raises FieldError if the document is not a
-    valid program.
-    """
+    """Returns the GPU program that a decoded JSON document describes. Raises FieldError if the document is
+    not a valid program. It does not check sizes against buffers and devices, as program.check does."""
     top = Fields(document)
     if top.value.get("format") != FORMAT:
         raise FieldError(f"'format' must be '{FORMAT}', found {describe(top.value.get('format'))}")
@@ -213,11 +212,11 @@ def _use(entry: Json, where: str) -> BoundBuffer:
 
 
 def _expression(value: Json, allowed: Sizes, where: str, depth: int = 0) -> Expression:
-    """Returns an expression over the sizes of a GPU program's call, parsed from JSON: an integer from 0 to
-    2**42, the name of a size, or [operation, left, right], nested at most 6 deep. Raises FieldError for
-    anything else.
+    """Returns an expression over the sizes of a GPU program's call, or over a kernel's scalars, parsed from
+    JSON: an integer from 0 to 2**42, a name, or [operation, left, right], nested at most 6 deep. Raises
+    FieldError for anything else, and for a "div" by anything but a whole number above 0.
 
-    allowed: names of sizes that it may contain; where: its place, for messages; depth: number of enclosing
+    allowed: names that it may contain; where: its place, for messages; depth: number of enclosing
     expressions.
     """
     if is_integer(value) and 0 <= value <= MAX_BYTES:
@@ -242,9 +241,9 @@ def _list(fields: Fields, key: str) -> list[Json]:
 
 
 def _cross_check(program: Program) -> None:
-    """Raises FieldError unless all names in a GPU program are defined once, launches have as many buffers and
-    scalars as their kernels, inputs lie within their one buffer, tables of rotary embeddings fill theirs, and
-    there are at most 200,000 launches."""
+    """Raises FieldError unless all names in a GPU program are defined once, its sizes include "pages",
+    launches have as many buffers and scalars as their kernels, inputs lie within their one buffer, tables of
+    rotary embeddings fill theirs, and there are at most 200,000 launches."""
     params = {name for name, *_ in program.params}
     if len(params) != len(program.params) or params & set(program.buffers):
         raise FieldError("'params' and 'buffers' have two entries of one name")
@@ -290,7 +289,7 @@ def _check_names(program: Program, launch: Launch, params: set[str]) -> None:
 
 
 def to_json(program: Program) -> dict[str, Json]:
-    """Returns a GPU program as a JSON document; `parse` is the inverse."""
+    """Returns a GPU program as a decoded JSON document (a dict); `parse` is the inverse."""
     functions = {
         name: [
             {"sizes": variant.sizes, "launches": list(map(_launch_json, variant.launches))}
@@ -303,7 +302,8 @@ def to_json(program: Program) -> dict[str, Json]:
 
 
 def _fields(value: object) -> Json:
-    """Returns a dataclass, or a container of dataclasses, as a JSON value."""
+    """Returns a value as JSON: a dataclass as an object with its fields' names as keys, containers item by
+    item."""
     if isinstance(value, Mapping):
         return {str(key): _fields(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -21,7 +21,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
 
 def kind(path: Path) -> str:
     """Returns in words what `path` is, or the target of a link: "a regular file", "a directory" and so on.
-    Raises OSError if nothing is there."""
+    Raises OSError if nothing is there, or it cannot be examined."""
     return _kind(path.stat().st_mode)
 
 
@@ -36,8 +36,9 @@ def open_file(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
 
 
 def _open(path: str | Path, follow_link: bool) -> tuple[int, int]:
-    """Opens a regular file, and returns its descriptor and its size in bytes. Raises OSError if it cannot be
-    opened, with errno EINVAL for anything that is not a regular file."""
+    """Opens a regular file for reading, and returns its descriptor, which the caller closes, and its size in
+    bytes. Raises OSError if it cannot be opened, with errno EINVAL for anything that is not a regular file,
+    and so for a symbolic link unless `follow_link` is True and it leads to one."""
     _check(os.stat(path, follow_symlinks=follow_link))  # noqa: PTH116 - hundreds of records in a short run
     # The file may be replaced between stat and open: O_NONBLOCK opens a named pipe without waiting.
     descriptor = os.open(path, _FLAGS if follow_link else _FLAGS | getattr(os, "O_NOFOLLOW", 0))

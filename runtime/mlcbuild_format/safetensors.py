@@ -19,8 +19,8 @@ from mlcbuild_format import regular
 from mlcbuild_format.fields import FieldError, Fields, Json, describe, parse_json, printable
 
 MAX_HEADER = 32 << 20
-"""Maximum size, in bytes, of a safetensors file's header that is read. The safetensors format allows 100
-MB."""
+"""Maximum size, in bytes, of a safetensors file's header that is read: 32 MiB, less than the 100 MB that the
+safetensors format allows."""
 MAX_DIMENSIONS = 8
 METADATA = "__metadata__"
 ALIGNMENT = 64
@@ -54,11 +54,13 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that is stored in a safetensors file: its type, its shape and the position of its bytes."""
+    """A tensor that is stored in a safetensors file: its type, its shape, and the file and position of its
+    bytes."""
 
     name: str
     dtype: str
-    """The safetensors name of the element type, for example BF16."""
+    """The safetensors name of the element type, for example BF16; in the header of a bundle's weights file
+    NumPy's name, for example float16."""
     shape: tuple[int, ...]
     path: Path
     start: int
@@ -76,7 +78,8 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Returns the header of a safetensors file, checked against the file's size. Raises OSError if the file
-    cannot be read, HeaderError if it breaks a rule of the format."""
+    cannot be read or is no regular file, HeaderError if it breaks a rule of the format or its header has more
+    than 32 MiB."""
     with regular.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -140,7 +143,8 @@ def _check_places(tensors: Iterable[Tensor], data: int, size: int) -> None:
 
 
 class NewTensor(Protocol):
-    """A tensor that is to be written to a safetensors file."""
+    """The name, shape, dtype and size of a tensor that is to be written to a safetensors file, without its
+    data."""
 
     @property
     def name(self) -> str: ...
@@ -162,7 +166,7 @@ class NewFile:
     """The header of a safetensors file to be written, and the offsets of its tensors."""
 
     header: bytes
-    """The first bytes of a safetensors file: the length of the header, then the header."""
+    """The first bytes of a safetensors file: 8 bytes with the length of the header, then the header."""
     starts: Mapping[str, int]
     """Tensor name -> offset of its first byte in the file."""
     size: int

@@ -8,9 +8,9 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def parse(text: str) -> int:
-    """Returns the number of bytes that a text states, rounded down: a number such as 20 or 1.5, alone or with
-    one of the units B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), with or
-    without the B; case is ignored. Raises ValueError for another text."""
+    """Returns the number of bytes that a text states, rounded down: a number >= 0 such as 20 or 1.5, alone or
+    with one of the units B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), with or
+    without the B, after at most one space; case is ignored. Raises ValueError for another text."""
     parts = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text, re.IGNORECASE | re.ASCII)
     if parts is None or (parts[3] and not parts[2]):
         raise ValueError(f"must be a size such as 8GB or 512MiB, found '{text}'")

@@ -20,8 +20,8 @@ def decoder(
 ) -> Callable[[str], Any]:
     """Returns a function that decodes a JSON text; the parameters convert numbers, as in json.JSONDecoder.
 
-    The function raises ValueError for invalid JSON, JsonError for a duplicate key, NaN, Infinity or a byte
-    order mark, and RecursionError for a text that is nested too deeply.
+    The function raises ValueError for invalid JSON, JsonError, a ValueError, for a duplicate key, NaN,
+    Infinity or a byte order mark, and RecursionError for a text that is nested too deeply.
     """
     decode = json.JSONDecoder(
         object_pairs_hook=_unique_keys,
@@ -55,9 +55,9 @@ _decode = decoder()
 
 
 def parse(data: bytes | str) -> Any:
-    """Returns the value of a JSON document in UTF-8. Raises ValueError for invalid JSON, and JsonError, a
-    ValueError, for a document that JSON readers interpret differently (duplicate keys, NaN, a byte order
-    mark) or that is nested too deeply."""
+    """Returns the value of a JSON document, a str or bytes in UTF-8. Raises ValueError for invalid JSON, and
+    JsonError, a ValueError, for a document that JSON readers interpret differently (duplicate keys, NaN, a
+    byte order mark) or that is nested too deeply for Python's decoder."""
     try:
         return _decode(data if isinstance(data, str) else data.decode())
     except RecursionError:

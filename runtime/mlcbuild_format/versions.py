@@ -1,7 +1,7 @@
 """Lists the names and versions of the file formats that the builder writes and the runtime reads.
 
-A step that writes weights depends on this file instead of the whole ABI, so that an edit of the ABI converts
-no checkpoint again.
+A step that writes weights depends on this file instead of abi.py, which defines the functions of libraries,
+so that an edit of those converts no checkpoint again.
 """
 
 from __future__ import annotations

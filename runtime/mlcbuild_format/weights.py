@@ -18,7 +18,8 @@ class WeightsHeader:
     signature: str
     scheme: str
     tensors: tuple[Tensor, ...]
-    """The tensors of a weights file; their `dtype` is NumPy's name, for example float16."""
+    """The tensors of a weights file in the order of their bytes; their `dtype` is NumPy's name, for example
+    float16."""
 
 
 def read_header(path: Path) -> WeightsHeader:

@@ -36,12 +36,15 @@ def run(arguments: argparse.Namespace, resolve: Callable[[str], Path]) -> int:
 
 def chat(path: Path | str, threads: int | None = None, options: ChatOptions | None = None) -> int:
     """Chats with the bundle in directory `path`, or with the server at the URL `path`; returns the exit code.
+    threads: computing threads for a bundle; None: as many as compute fastest, at most one per physical core.
 
     On a terminal there is a prompt; otherwise every line of input is a message or a command, and only answers
-    are written. The exit code is 1 if a message or command of such an input failed, or if the reader of the
-    output closed it, 2 if the only message is to be read from standard input and that is empty, and 130 after
-    Ctrl-C that interrupts no answer on a terminal. If the model cannot be loaded, or cannot answer the only
-    message, the error is printed and its exit code returned.
+    and the results of commands are written. With `options.prompt`, that is the only message. The exit code is
+    1 if a message or command of an input that is no terminal failed, or if the reader of the output closed
+    it; 2 if the only message is to be read from an empty standard input; 130 after Ctrl-C, except in a
+    conversation on a terminal, where it only ends the answer or drops the line that is being typed; else 0.
+    If the model cannot be loaded, refuses the options, or cannot answer the only message, the error is
+    printed and its exit code returned.
     """
     from mlcbuild_runtime.chat.conversation import converse
 

@@ -9,13 +9,15 @@ from typing import Protocol
 from mlcbuild_format.fields import Json
 
 FEWEST = 16
-"""Minimum number of tokens of an answer for which a rate in tokens per second is shown. One call of the
-library returns several tokens together, so the rate of a few tokens would mean nothing."""
+"""Minimum number of tokens of an answer, or computed tokens of a prompt, for which a rate in tokens per
+second is shown. One call of the library returns several tokens together, so the rate of a few tokens would
+mean nothing."""
 
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """The next part of an answer: some of its text, or some of the reasoning before it."""
+    """The next part of an answer: some of its text, or, if `is_reasoning` is True, some of the reasoning
+    before it."""
 
     text: str
     is_reasoning: bool = False
@@ -23,19 +25,19 @@ class AnswerPart:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of one answer. Times are seconds that the engine computed; the delivery of tokens does not
-    count."""
+    """The numbers of tokens of one answer and its prompt, and the seconds in which the engine computed them;
+    the delivery of tokens does not count."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Number of tokens of the prompt that were read from the prefix cache."""
     prompt_seconds: float | None = None
-    """Seconds of computing from the first step of a request to the first token of its answer; None where a
-    server does not report it."""
+    """Seconds of computing from the first step of a request to the first token of its answer; None until it
+    is reported, and where a server does not report it."""
     answer_tokens: int = 0
     answer_seconds: float | None = None
-    """Seconds of computing from the first token of an answer to its last; None where a server does not report
-    it."""
+    """Seconds of computing from the first token of an answer to its last; None until it is reported, and
+    where a server does not report it."""
 
     def __str__(self) -> str:
         if not self.answer_tokens:
@@ -56,7 +58,8 @@ class Speed:
 def _rate(tokens: int, intervals: int, seconds: float) -> str:
     """Returns a speed, `intervals` / `seconds` in tokens per second, as text such as " (12.3 tok/s)"; "" if
     the time is 0 or there are fewer than 16 tokens, too few for a meaningful speed. tokens: number of tokens;
-    intervals: number of them that were computed in these seconds."""
+    intervals: number of them that were computed in these seconds, one fewer for an answer, whose first token
+    is not."""
     return f" ({intervals / seconds:.1f} tok/s)" if tokens >= FEWEST and seconds > 0 else ""
 
 

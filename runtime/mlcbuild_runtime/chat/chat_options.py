@@ -15,7 +15,8 @@ HOTTEST = 2
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The settings with which a chat begins."""
+    """The options with which a chat begins: its only message or system message, sampling parameters, access
+    to a server, and the form of the output."""
 
     prompt: str | None = None
     """The only message of the chat; "-" means that it is read from standard input. None: the chat is a
@@ -25,7 +26,7 @@ class ChatOptions:
     temperature: float | None = None
     max_tokens: int | None = None
     api_key: str | None = None
-    """The API key that a server requires; None: it requires none."""
+    """The API key that is sent to a server; None: none is sent."""
     model: str | None = None
     """Name of the model of the server; None for the first model that the server lists."""
     plain: bool = False
@@ -35,8 +36,8 @@ class ChatOptions:
 
 
 def add(parser: argparse.ArgumentParser, names: str) -> None:
-    """Adds the arguments of a chat to a command-line parser: the model, an optional message, and all options.
-    names: text for the help that describes the accepted models."""
+    """Adds the arguments of a chat to a command-line parser: the model, an optional message, and all options
+    but --threads. names: text for the help that describes the accepted models."""
     parser.set_defaults(program=parser.prog)
     parser.add_argument("bundle", metavar="NAME", help=f"{names}; or the URL of a server")
     parser.add_argument(

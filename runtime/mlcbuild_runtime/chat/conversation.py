@@ -54,7 +54,7 @@ class Conversation:
     system: str = ""
     total_tokens: int = 0
     failed: bool = False
-    """True if the model could not answer a message of the chat."""
+    """True once a message or a command of the chat has failed, because the model could not answer."""
 
     def _with_system(self, listed: list[Json]) -> list[Json]:
         head: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
@@ -173,8 +173,8 @@ class Conversation:
 
 
 def _assignment(text: str) -> tuple[str, str | None]:
-    """Returns (name, value) of a setting written as `name=value` or `name value`; the value is None if the
-    text has only a name."""
+    """Returns (name, value) of a setting written as `name=value` or `name value`, both without surrounding
+    spaces; the value is "" after a bare `name=`, and None if the text has only a name."""
     name, equals, value = (part.strip() for part in text.partition("="))
     if equals and name and " " not in name:
         return name, value
@@ -184,7 +184,7 @@ def _assignment(text: str) -> tuple[str, str | None]:
 
 def _value(text: str) -> Json:
     """Returns the value of a chat's setting from its text: decoded JSON if the text is JSON, the text itself
-    otherwise. "" gives None, which removes the setting."""
+    otherwise. "", like null, gives None, with which the model's default applies again."""
     try:
         setting: Json = json.loads(text) if text else None
     except (ValueError, RecursionError):
@@ -195,8 +195,8 @@ def _value(text: str) -> Json:
 def converse(model: ChatModel, options: ChatOptions) -> int:
     """Holds a chat with a model on the terminal, or with piped input, until the input ends, and returns the
     exit code: 1 if a piped message could not be answered or a piped command failed, 2 if the only message was
-    to be read from an empty input, else 0. options: settings with which the chat begins. Raises ServingError
-    if the model refuses them, or cannot answer the only message."""
+    to be read from an empty input, else 0, so always on a terminal. options: settings with which the chat
+    begins. Raises ServingError if the model refuses them, or cannot answer the only message."""
     show = sys.stdout.isatty()
     terminal = show and sys.stdin.isatty() and options.prompt is None
     rendered = printer(sys.stdout) if show and not options.plain else plain_printer(sys.stdout, show)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 BLOCK = '"""'
-"""The text with which a user begins and ends a chat message of several lines: three quotation marks."""
+"""The text with which a user begins and ends a chat message of several lines: three double quotation
+marks."""
 PATIENCE = 0.5
 """Seconds after which waiting for a key press on the terminal is interrupted and begun again, so that a
 signal that arrives just before the wait is noticed."""
@@ -20,14 +21,15 @@ KEPT_LINES = 1000
 """Number of lines of the input history that are kept between command-line chats."""
 
 ReadLine = Callable[[bool], str | None]
-"""Function that returns the next line of input. The argument is True if the line continues a message. It
-returns None to drop the message that was begun, and raises EOFError at the end of the input."""
+"""Function that returns the next line of input, without its line break. The argument is True if the line
+continues a message, for which a terminal shows another prompt. It returns None to drop the message that was
+begun, and raises EOFError at the end of the input."""
 
 
 def messages(read: ReadLine) -> Iterator[str]:
-    """Yields the user's chat messages without surrounding spaces, until `read`, the function that returns the
-    next line, raises EOFError; a message that was begun is yielded then, too. If `read` returns None, it is
-    dropped.
+    """Yields the user's chat messages, each without spaces and line breaks at its ends, until `read`, the
+    function that returns the next line, raises EOFError; a message that was begun is yielded then, too. If
+    `read` returns None, it is dropped.
 
     A line that ends with a backslash is joined with the next. If a message begins with three quotation marks,
     its lines up to one that ends with three are joined, and backslashes at their ends stay. The other
@@ -64,8 +66,8 @@ def messages(read: ReadLine) -> Iterator[str]:
 @contextlib.contextmanager
 def typed(words: Mapping[str, Sequence[str]]) -> Iterator[ReadLine]:
     """Returns a context that yields a function which reads lines from a terminal, with a history, saved at
-    the end, and completion by Tab (neither for a Python without readline). Ctrl-C discards the message that
-    was begun.
+    the end, and completion by Tab (neither for a Python without readline). The function returns None after
+    Ctrl-C, which discards the message that was begun, and raises EOFError at the end of the input.
 
     words: completions: "" -> words with which a line may begin, first word of a line -> words that may follow
     it.
@@ -111,8 +113,8 @@ def _prepare_readline(words: Mapping[str, Sequence[str]]) -> None:
 
 
 def _save_history() -> None:
-    """Writes the last 1000 lines of the input history for later chats. A chat continues if that is
-    impossible."""
+    """Writes the last 1000 lines of the input history to the file of `history_path`, for later chats. If that
+    is impossible, a chat continues without a message."""
     path = history_path()
     readline = sys.modules.get("readline")
     if path is None or readline is None:
@@ -167,11 +169,11 @@ def piped() -> Iterator[ReadLine]:
 
 
 def _piped_lines() -> Generator[str, None, None]:
-    """Yields the lines of standard input. A line that cannot be decoded is left out, with a message on
-    stderr.
+    """Yields the lines of standard input without their line breaks. A line that cannot be decoded is left
+    out, with a message on stderr.
 
     A signal that arrives between Python's last check and a blocking call would be noticed only after the
-    call. Here it also makes a pipe readable, for which the call waits, too.
+    call. So every signal also makes a pipe readable, and the call waits for input or that pipe.
     """
     source, encoding, left = sys.stdin.fileno(), sys.stdin.encoding, b""
     with _signals() as signalled:
@@ -193,8 +195,8 @@ def _piped_lines() -> Generator[str, None, None]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """Returns a context that yields a file descriptor which becomes readable with every signal that Python
-    handles; outside of the main thread it never does."""
+    """Returns a context that yields a file descriptor from which one byte can be read for every signal that
+    Python handles, so that it becomes readable; outside of the main thread it never does."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     before = None

@@ -21,16 +21,18 @@ PATIENCE = 0.5
 """Seconds after which a wait for the model is repeated, so that a signal that arrives just before the wait is
 noticed."""
 BASE_TOKENS = 256
-"""Maximum number of tokens of a base model's answer where the user sets no `max_tokens`."""
+"""Maximum number of tokens of a base model's answer where the user sets no `max_tokens`; fewer if the context
+window has less room."""
 
 
 class LocalModel:
     """A bundle with an engine in this process, as the model of a chat."""
 
     def __init__(self, path: Path | str, threads: int | None = None) -> None:
-        """Loads the bundle in directory `path`. Raises BundleError for a damaged bundle or one for another
-        device or processor, SetupError if the machine lacks something else that loading needs.
-        """
+        """Loads the bundle in directory `path` and starts an engine for it. threads: computing threads; None:
+        as many as compute fastest, at most one per physical core. Raises BundleError for a damaged bundle or
+        one for another device or processor, SetupError if the machine lacks something else that loading
+        needs."""
         executor, tokenizer = untrusted.load(path, threads)
         self._engine = Engine(executor, tokenizer, EngineOptions(max_batch=1)).start()
         self.speed = Speed()
@@ -65,8 +67,9 @@ class LocalModel:
 
     def _job(self, messages: list[Json], settings: Mapping[str, Json]) -> service.CompletionJob:
         """Returns the engine's request for an answer to a chat, by the rules of the HTTP API; for a base
-        model, which has no chat template, for a continuation of all texts in order. Raises RequestError for
-        settings that the API refuses, and for a prompt that is too long or that the chat template refuses."""
+        model, which has no chat template, for a continuation of all texts in order, of BASE_TOKENS tokens if
+        no max_tokens is set. Raises RequestError for settings that the API refuses, and for a prompt that is
+        too long or that the chat template refuses."""
         if self._is_chat:
             return service.chat(self._engine, {**settings, "messages": messages})
         job = service.completion(self._engine, {**settings, "prompt": _text(messages)})
@@ -107,7 +110,7 @@ class LocalModel:
 
 
 def _text(messages: list[Json]) -> str:
-    """Returns the texts of a chat's messages as the prompt of a base model, a line each."""
+    """Returns the texts of a chat's messages, joined by line breaks, as the prompt of a base model."""
     return "\n".join(str(message.get("content") or "") for message in messages if isinstance(message, dict))
 
 
