@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 _PERIOD = 0.1
-"""Seconds between two updates of a Markdown block on the terminal while it grows."""
+"""Minimum seconds between two redraws of a Markdown block that still grows; a complete block is printed at
+once."""
 _LINES = 4
 """Number of rows of the terminal that stay free below the part of an answer that is still redrawn."""
 
@@ -29,16 +30,16 @@ part of the answer, an AnswerPart."""
 
 
 def visible(text: str) -> str:
-    """Returns a model's text with its control characters, except line breaks and tabs, replaced by visible
-    escapes."""
+    """Returns a model's text with its control characters, except line feeds and tabs, replaced by visible
+    escapes such as \\x1b."""
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def plain_printer(out: TextIO, escape: bool) -> Printer:
-    """Returns a printer that writes the answers of a chat as plain text. escape: True for a terminal, where
-    control characters are replaced by visible escapes, and the reasoning before an answer is written, too;
-    False: only the answers are written, unchanged.
-    """
+    """Returns a printer that writes the answers of a chat as plain text, with a line feed after each. escape:
+    True for a terminal, where control characters are replaced by visible escapes, and the reasoning before an
+    answer is written, too, behind the labels [reasoning] and [answer]; False: only the answers are written,
+    unchanged."""
 
     @contextmanager
     def show_answer() -> Iterator[Show]:
@@ -121,7 +122,8 @@ def _markdown(console: Console) -> Iterator[Show]:
 
 
 class _Tail:
-    """The unfinished end of the block that is being drawn: as many rows as fit the terminal."""
+    """The last rows of the Markdown block that still grows, as an object that rich prints: as many as fit the
+    terminal with four rows left free."""
 
     def __init__(self, block: AnswerPart) -> None:
         self._block = block
@@ -156,8 +158,8 @@ def markdown(text: str) -> Markdown:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Returns Markdown text in two parts: the complete blocks, and the last block, which may still grow.
-    Blocks end at an empty line outside of a fenced code block."""
+    """Divides Markdown text after its last empty line outside of a fenced code block. Returns the complete
+    blocks before that place, and the rest, which may still grow; either may be ""."""
     fence, cut, position = "", 0, 0
     for line in text.splitlines(keepends=True):
         position += len(line)

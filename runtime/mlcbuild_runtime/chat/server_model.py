@@ -19,14 +19,16 @@ from mlcbuild_runtime.chat.chat_model import AnswerPart, Speed
 TIMEOUT = 600.0
 """Seconds without a byte after which a request to a server fails. A long prompt can take minutes."""
 _LARGEST = 16 << 20
-"""Maximum size in bytes of an answer of a server that is read as a whole, and of a line of a stream."""
+"""Maximum size in bytes of a server's answer that is read as a whole, and of one line of a stream; a longer
+one raises SetupError."""
 _INTERIM = 10
-"""Maximum number of interim responses (100 Continue) that a server may send before its answer."""
+"""Maximum number of responses to one request: the interim ones (100 Continue), and the answer after them. A
+server that sends more raises SetupError."""
 
 
 class _Response(HTTPResponse):
-    """An HTTP response that accepts only a few interim responses (100 Continue) before it: http.client would
-    read them without end."""
+    """An HTTP response that raises BadStatusLine if too many interim responses (100 Continue) come before it:
+    http.client would read them without end."""
 
     _interim = 0
 
@@ -49,10 +51,11 @@ class ServerModel:
 
     @classmethod
     def connect(cls, url: str, key: str | None = None, name: str | None = None) -> Self:
-        """Returns an object through which a chat uses a model of the server at `url`. key: the API key, or
-        None; name: the name of the model, or None for the first model that the server lists. Without a name,
-        the list is requested: raises SetupError if the server cannot be reached or sends no JSON object,
-        RequestError if it refuses or lists no model, or `url` is malformed."""
+        """Returns an object through which a chat uses a model of the server at `url`, with or without /v1 at
+        its end. key: the API key, or None; name: the name of the model, or None for the first model that the
+        server lists. With a name, nothing is sent or checked. Without one, the list is requested: raises
+        SetupError if the server cannot be reached or sends no JSON object, RequestError if it refuses or
+        lists no model, or if `url` or the key is malformed."""
         url = url.rstrip("/").removesuffix("/v1")
         if name is not None:
             return cls(url, key, name)
@@ -96,7 +99,7 @@ class ServerModel:
         """Yields the reasoning and the text of an answer in parts, as they arrive in a server's response, a
         stream of server-sent events. A stream that closes without its end mark, [DONE], ends the answer
         without an error. Raises SetupError if the response is no such stream, RequestError if an event states
-        an error."""
+        an error, OSError or HTTPException if the connection breaks."""
         has_event = False
         while line := response.readline(_LARGEST + 1):
             if len(line) > _LARGEST:
@@ -142,9 +145,10 @@ class ServerModel:
         return dict(self._document("/health"))
 
     def _document(self, path: str) -> Mapping[str, Json]:
-        """Returns the JSON object that the server sends for a GET request of the URL path `path`. Raises
-        SetupError if the server cannot be reached or sends anything else or more than 16 MiB, RequestError if
-        the server's status is not 200 or the address is malformed."""
+        """Returns the JSON object that the server sends for a GET request of `path`, which is appended to the
+        path of the server's URL. Raises SetupError if the server cannot be reached or sends anything else or
+        more than 16 MiB, RequestError if the server's status is not 200, or the address or the API key is
+        malformed."""
         connection = self._connection()
         with closing(connection):
             response = self._send(connection, "GET", path, None)
@@ -171,7 +175,8 @@ class ServerModel:
     def _send(
         self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Json] | None
     ) -> HTTPResponse:
-        """Sends an HTTP request to the server of a chat and returns its response. Raises SetupError if the
+        """Sends an HTTP request to the server of a chat and returns its response. path: appended to the path
+        of the server's URL; body: sent as JSON, None for a request without one. Raises SetupError if the
         server cannot be reached, RequestError for any status but 200, and for a key or an address that cannot
         be sent."""
         headers = {"Content-Type": "application/json"}
@@ -207,9 +212,9 @@ class ServerModel:
 
 
 def _parts(delta: Mapping[str, Json]) -> Generator[AnswerPart, None, None]:
-    """Yields the parts of an answer in a delta, the change of the message that an event of a stream states.
-    Servers name the reasoning `reasoning_content` or `reasoning`, some of them both.
-    """
+    """Yields the parts of an answer in a delta, the change of the message that an event of a stream states:
+    the reasoning, then the text. Servers name the reasoning `reasoning_content` or `reasoning`; if both are
+    present, only the first is used."""
     reasoning = delta.get("reasoning_content") or delta.get("reasoning")
     for text, is_reasoning in ((reasoning, True), (delta.get("content"), False)):
         if isinstance(text, str) and text:
@@ -232,8 +237,8 @@ def _parsed(data: bytes) -> Mapping[str, Json]:
 
 
 def _refusal(data: bytes) -> str:
-    """Returns the message in a server's error document, or the first 200 bytes as text if they are no such
-    document."""
+    """Returns the error message in the JSON object that a server sent with an error status; its field `error`
+    as JSON if that holds no message; the first 200 bytes as text if they are no JSON object."""
     try:
         return _message(_parsed(data).get("error"))
     except ServingError:
