@@ -2,8 +2,9 @@
 
 A constraint is compiled when its request arrives, by the thread that reads the request, so that an invalid
 one is refused with a reason; every answer gets its own matcher. Checking one token is cheap, so a sampled
-token is checked first. A mask over all tokens is computed where the sampled token violates the constraint, or
-in advance where that is likely: the grammar is in the CPU's caches then, and the library masks the logits.
+token is checked first. A mask over all tokens is computed if the sampled token violates the constraint. Where
+that is likely, the mask is computed before sampling instead: while the grammar is still in the CPU's caches,
+and so that the library can apply it to the logits.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
 
 Key = tuple[Kind, str, bool]
 KEPT_BYTES = 320 << 20
-"""Maximum bytes of memory, as estimated, of the compiled constraints in the cache. They are cached because
-clients send the same ones repeatedly."""
+"""Maximum bytes of memory, as estimated, of all compiled constraints in the cache together; beyond it the
+least recently used ones are dropped. They are cached because clients send the same ones repeatedly."""
 MAX_SOURCE = 1 << 18
-"""Maximum length of a constraint in characters."""
+"""Maximum length of a constraint in characters; a longer one is refused."""
 _WORTH = 2
 """Minimum number of bytes that a constraint must force next in an answer before the tokens that spell them
 are computed. One byte hardly ever determines a token, because longer tokens may begin with it."""
@@ -49,7 +50,7 @@ are computed. One byte hardly ever determines a token, because longer tokens may
 class Matcher:
     """The state of one answer that must match a constraint (JSON schema, regular expression or grammar):
     decides which tokens may come next. Its methods and properties raise RequestError, which must end the
-    answer, if the constraint is too costly to follow."""
+    answer, if the constraint is too costly to follow, or if a token was appended that it does not allow."""
 
     def __init__(self, of: Compiled, matcher: LLMatcher) -> None:
         # Attribute order matters: the matcher must be freed before the one that it was copied from.
@@ -91,8 +92,8 @@ class Matcher:
 
     @property
     def free(self) -> bool:
-        """Returns True if the constraint allows more than one next byte of the answer. If it does not, only
-        the tokens by which the tokenizer itself would spell the forced text are allowed."""
+        """Returns False if the constraint forces the next byte of the answer: then only the tokens by which
+        the tokenizer itself would spell the forced text are allowed. Else returns True."""
         return self._bytes_ahead == 0
 
     @property
@@ -103,11 +104,11 @@ class Matcher:
 
     def tries(self, token: int) -> bool:
         """Returns True if the constraint allows a token next. llguidance's matcher has consumed the token
-        then, and the caller must append it to the answer with the method `take`. This is much cheaper than a
-        mask.
+        then, and the caller must append it to the answer with the method `take`. On False nothing changes.
+        This is much cheaper than a mask.
 
-        Must be called only if the constraint allows more than one next byte (`free` is True). End-of-sequence
-        tokens are never allowed here.
+        Must be called only if the constraint forces no next byte (`free` is True). Returns False for
+        end-of-sequence tokens, even where the mask allows them.
         """
         if token in self._of.ends:
             return False
@@ -130,8 +131,9 @@ class Matcher:
         return np.frombuffer(bits, np.int32)
 
     def take(self, token: int) -> None:
-        """Appends the sampled token to the answer: after a successful call of `tries`, the token that it
-        tried. Raises RequestError if the constraint is too costly to follow."""
+        """Appends the sampled token to the answer: after a successful call of `tries`, it must be the token
+        that was tried. Raises RequestError if the constraint does not allow the token, or is too costly to
+        follow."""
         self._count += 1
         if self._tried is None:
             self._mask = self._spelled = None
@@ -149,9 +151,9 @@ class Matcher:
         return self._bytes_ahead >= _WORTH
 
     def forced(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that spell the bytes which the constraint forces next; [] if they are
-        fewer than two bytes, or if the tokenizer would add a space that the constraint does not allow.
-        """
+        """Returns up to `count` tokens that spell the bytes which the constraint forces next, without
+        appending them to the answer; [] if they are fewer than two bytes, or if the tokenizer would add a
+        space that the constraint does not allow."""
         if not self.forces:
             return []
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
@@ -159,13 +161,13 @@ class Matcher:
 
     def accepted(self, tokens: Sequence[int]) -> int:
         """Returns how many tokens from the beginning of `tokens` the constraint allows next in the answer,
-        one after the other.
-        """
+        one after the other. The state does not change."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
         """Returns a copy of this state of an answer and its constraint, to which `tokens` are appended. The
-        original does not change. Raises RequestError if the constraint is too costly to follow."""
+        original does not change. Raises RequestError if the constraint does not allow the tokens, or is too
+        costly to follow."""
         other = Matcher(self._of, self._matcher.deep_copy())
         other._time, other._count = replace(self._time), self._count
         for token in tokens:
@@ -173,13 +175,15 @@ class Matcher:
         return other
 
     def _check(self) -> None:
-        """Raises RequestError if llguidance's matcher has stopped with an error."""
+        """Raises RequestError, and removes the constraint from the cache, if llguidance's matcher has stopped
+        with an error: at one of its limits, or at a token that the constraint does not allow."""
         if self._told.is_error():
             raise self._failed(reason(self._told.get_error()))
 
     def _failed(self, why: str) -> RequestError:
         """Removes the constraint of the answer from the server's cache of compiled constraints, because it
-        cannot be followed, and returns the error that ends the answer. why: the reason, for the message."""
+        cannot be followed, and returns the RequestError that the caller must raise to end the answer. why:
+        the reason, for the message."""
         self._of.forget()
         return RequestError(f"the constraint cannot be followed: {why}", code="invalid_constraint")
 
@@ -192,8 +196,9 @@ class Compiled:
         self, matcher: LLMatcher, ends: Collection[int], bytes: int, forget: Callable[[], None]
     ) -> None:
         """Creates a compiled constraint. matcher: llguidance's matcher at the beginning of an answer; ends:
-        the end-of-sequence tokens; bytes: memory that the constraint may use; forget: function that is called
-        when it turns out to be too costly to follow."""
+        IDs of the end-of-sequence tokens; bytes: memory that the constraint may use, in bytes; forget:
+        function without arguments that is called when an answer cannot follow the constraint, and removes it
+        from the cache."""
         self._matcher, self.ends, self.bytes, self.forget = matcher, ends, bytes, forget
 
     def __del__(self) -> None:
@@ -210,8 +215,9 @@ class Grammars:
     the tokens of one model, and caches the compiled ones. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
-        """Creates an empty cache of compiled constraints. vocabulary: the tokens' texts; size: number of
-        tokens in the model's vocabulary; ends: the end-of-sequence tokens."""
+        """Creates an empty cache of compiled constraints for a model. vocabulary: the texts of its tokens;
+        size: number of its tokens, each of which has one bit in a logit mask; ends: IDs of the
+        end-of-sequence tokens."""
         self._vocabulary, self._size, self._ends = vocabulary, size, frozenset(ends)
         self._compiling: dict[Key, Future[Compiled | str]] = {}
         """Constraint -> future with its compiled form or an error message, for the constraints that a thread
@@ -220,7 +226,8 @@ class Grammars:
         self._lock, self._first, self._closed = threading.Lock(), threading.Lock(), False
 
     def compiled(self, constraint: Constraint, message: bool) -> Compiled:
-        """Returns the compiled constraint, waiting for it if another thread compiles the same one already.
+        """Returns the compiled constraint: from the cache, or from another thread that compiles the same one
+        already, or newly compiled.
 
         Raises RequestError, with the reason, if it cannot be compiled, if the model has no end-of-sequence
         token, or if too many others wait or the server is stopping (status 503), and SetupError if no child
@@ -281,8 +288,9 @@ class Grammars:
         return outcome
 
     def _keep(self, key: Key, compiled: Compiled) -> list[Compiled]:
-        """Adds a compiled constraint to the cache, whose lock the caller holds, and returns the least
-        recently used constraints that the cache drops for it."""
+        """Adds a compiled constraint to the cache, whose lock the caller holds. Returns the least recently
+        used constraints that the cache drops to stay within KEPT_BYTES, for the caller to free outside of the
+        lock."""
         self._kept[key] = compiled
         dropped, total = [], sum(each.bytes for each in self._kept.values())
         while total > KEPT_BYTES:
@@ -298,9 +306,10 @@ class Grammars:
         del dropped
 
     def _compile(self, constraint: Constraint, key: Key) -> Compiled | str:
-        """Returns the compiled constraint, or an error message if it cannot be compiled. key: the
-        constraint's key in the cache. Raises RequestError (503) if too many constraints wait or the server is
-        stopping, and SetupError if no child process can be started."""
+        """Compiles a constraint after a trial in a child process, without adding it to the cache, and returns
+        it, or an error message if it cannot be compiled or is longer than MAX_SOURCE characters. key: the key
+        under which the caller caches it. Raises RequestError (503) if too many constraints wait or the server
+        is stopping, and SetupError if no child process can be started."""
         if (size := len(constraint.source)) > MAX_SOURCE:
             return f"it has {size} characters, and at most {MAX_SOURCE} are accepted"
         grammar = in_lark(constraint, key[2])
@@ -320,8 +329,9 @@ class Grammars:
 
     def _made(self, grammar: str, key: Key, outcome: TrialOutcome) -> Compiled | str:
         """Compiles a constraint, such as a JSON schema, after it was compiled on trial in a child process.
-        Returns it, or an error message if it cannot be used. outcome: the memory that the trial took; key:
-        the constraint's key in the cache."""
+        Returns it, or an error message if it cannot be used; does not add it to the cache. outcome: the bytes
+        of memory that the trial took; key: the constraint's key in the cache, from which it is removed if an
+        answer cannot follow it."""
         with self._first:
             tokenizer = self._tokenizer
         matcher = guidance.matcher(tokenizer, grammar)

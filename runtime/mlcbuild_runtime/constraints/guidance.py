@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 STEP_SECONDS = 0.25
-"""Maximum CPU seconds for computing one logit mask, because all requests of a decode step wait for it. The
-slowest mask of each answer is exempt."""
+"""Maximum CPU seconds for computing one logit mask, because all requests of a decode step wait for it; beyond
+it the answer ends with an error. The slowest mask of each answer is exempt."""
 TOKEN_SECONDS = 0.02
 """Maximum CPU seconds, per token of an answer, for computing logit masks, without the slowest one; each
 answer may use STEP_SECONDS (0.25 s) in addition, and ends with an error beyond that. With a vocabulary of
 150,000 tokens, a mask of an ordinary schema takes less than one millisecond."""
 EXPRESSIONS, FUEL, STATES = 100_000, 50_000, 10_000
-"""Limits of llguidance's lexer: the number of expressions that it may build for one constraint, the work that
-it may do for one token (llguidance's fuel), and the number of its states. With llguidance's defaults a
-matcher may grow to 400 MB; with these limits, to 34 MB."""
+"""Limits of llguidance's lexer, in this order: the number of expressions that it may build for one
+constraint, the work that it may do for one token (llguidance's fuel), and the number of its states. A
+constraint that exceeds one is refused, or ends its answer with an error. With llguidance's defaults a matcher
+may grow to 400 MB; with these limits, to 34 MB."""
 GROWTH = 34 << 20
-"""Maximum bytes by which a compiled constraint grows while answers follow it: 21 MB of expressions and 12 MB
-of states were measured with llguidance 1.9."""
+"""Maximum bytes by which a compiled constraint grows while answers follow it, which the cache counts for each
+constraint in advance: 21 MB of expressions and 12 MB of states were measured with llguidance 1.9."""
 _LIMITS = (
     "too many expressions",
     "too many states",
@@ -50,11 +51,12 @@ _EMPTY = (
 
 
 class Tokens:
-    """A vocabulary in llguidance's form, which cuts a text greedily into the longest tokens."""
+    """A vocabulary in the form that llguidance requires. A call with a text returns the IDs of its tokens, at
+    each place the longest one that matches, up to the first byte that no token spells."""
 
     def __init__(self, tokens: Sequence[bytes], special: Collection[int], ends: Collection[int]) -> None:
-        """Creates the vocabulary. tokens: for each token its bytes, or the name of a special token; special:
-        the special tokens; ends: the end-of-sequence tokens."""
+        """Creates the vocabulary. tokens: for each token ID its bytes, for a special token its name as bytes;
+        special: IDs of the special tokens; ends: IDs of the end-of-sequence tokens, at least one."""
         self.tokens, self.special_token_ids, self.ends = list(tokens), sorted(special), sorted(ends)
         self.eos_token_id, self.bos_token_id = self.ends[0], None
         texts = set(range(len(self.tokens))) - set(special)
@@ -83,7 +85,7 @@ class Tokens:
     @cached_property
     def plain(self) -> NDArray[np.bool_]:
         """Returns a boolean for each token of the vocabulary: True if its bytes are only ASCII letters and
-        digits, and it is no special token."""
+        digits, and it is no special or end-of-sequence token."""
         return self.ordinary & [data.isalnum() for data in self.tokens]
 
     def tokenizer(self) -> LLTokenizer:
@@ -114,8 +116,9 @@ def beginning(matcher: LLMatcher) -> str:
 @dataclass
 class MaskTime:
     """Limits the CPU time for computing the logit masks of one answer: an answer must end when one mask takes
-    more than 0.25 s, or all of them together 0.25 s and 0.02 s for each token. The slowest mask does not
-    count, because on a loaded machine a thread may be charged with other work."""
+    more than 0.25 s, or all of them together more than 0.25 s plus 0.02 s for each token of the answer so
+    far. The slowest mask does not count for either limit, because on a loaded machine a thread may be charged
+    with other work."""
 
     slowest: float = 0.0
     others: float = 0.0
@@ -153,8 +156,9 @@ def reason(message: str) -> str:
 
 
 def _line(message: str) -> str:
-    """Returns the first line of an error message of llguidance, cut to 300 characters, with the first line
-    that begins with "error:", if any; the other lines quote a grammar that the client did not write."""
+    """Returns the first line of an error message of llguidance, without a place such as "at 1(7): " and cut
+    to 300 characters; after it, behind a space, the first line that begins with "error:", if any. The other
+    lines quote a grammar that the client did not write."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error:")), "")
     first = re.sub(r"^at \d+\(\d+\): ", "", lines[0]) if lines else "unknown reason"

@@ -21,8 +21,8 @@ class Constraint:
 
 
 def in_lark(constraint: Constraint, space: bool) -> str:
-    """Returns a constraint as a Lark grammar for llguidance. With `space`, the text may begin with a space; a
-    constraint that is a grammar already is returned as it is."""
+    """Returns a constraint as a Lark grammar for llguidance. With `space`, one space may come before the
+    text. A constraint that is a Lark grammar already is returned unchanged, whatever `space` is."""
     if constraint.kind == "lark":
         return constraint.source
     return f'start: " "? {as_rule(constraint)}' if space else f"start: {as_rule(constraint)}"

@@ -1,10 +1,10 @@
 """Compiles constraints (JSON schemas, regular expressions, grammars) on trial in stages: with little CPU time
 first, then with more, each stage in a separate process with a queue.
 
-The cost of a constraint is known only after a trial. One that does not fit into a stage's time goes on to the
-next stage. So a constraint waits only for others that cost at most as much as itself, and for the first part
-of those that cost more: forty clients whose constraints take seconds wait in the last queue, and a schema of
-a tenth of a second overtakes them.
+The cost of a constraint is known only after a trial. One that exceeds a stage's CPU time goes on to the next
+stage, and is refused after the last one. So a constraint that fits into a stage waits for costlier ones only
+until they have used up the CPU time of that stage: forty clients whose constraints take seconds wait in the
+last queue, and a schema of a tenth of a second overtakes them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Stage:
     server accepts them: CPU seconds, length of the queue, seconds of waiting, and niceness."""
 
     seconds: float
-    """Maximum CPU seconds for compiling a constraint on trial in a child process and following it for some
-    tokens."""
+    """Maximum CPU seconds in this stage for compiling a constraint on trial in a child process and following
+    it for some tokens; one that exceeds them goes on to the next stage, or is refused in the last."""
     places: int
     """Maximum number of constraints that may wait for the child process to compile them on trial; beyond it,
     one request is refused: the new one, or the last one of the client with the most waiting if that has at
@@ -49,7 +49,8 @@ class Stage:
     """Niceness (0: normal, 19: lowest priority) of the child process that compiles constraints on trial."""
     compile_niceness: int = 0
     """Niceness (0: normal, 19: lowest priority) of the server's thread that compiles a constraint, after it
-    was compiled and followed successfully in a child process."""
+    was compiled and followed successfully in a child process. The first stage ignores it: there the request's
+    own thread compiles."""
 
 
 STAGES = (
@@ -58,7 +59,7 @@ STAGES = (
     Stage(2.0, places=64, patience=20, niceness=10, compile_niceness=5),
 )
 """The stages in which constraints are tried, shortest first: a constraint that exceeds the CPU time of one
-stage is tried again in the next one.
+stage is tried again in the next one, and refused after the last.
 
 A plain schema takes 5 ms with a vocabulary of 500 tokens and 8 ms with one of 150,000 (AMD EPYC, idle),
 mostly for page faults after a fork, and up to 12 ms on a busy machine (`ci/bench/hostile`, load 8). 40 slow
@@ -67,22 +68,23 @@ clients wait for the earlier ones. The queues of later stages have as many place
 because a client that they refused would return to the first stage at once.
 """
 KEPT = 256
-"""Maximum number of short constraints for which the outcome of the trial in a child process is cached: the
-memory that they need, or the reason why they are refused."""
+"""Maximum number of constraints, of at most SHORT characters, for which the outcome of the trial in a child
+process is cached: the memory that they need, or the reason why they are refused. The least recently used
+outcomes are dropped."""
 SHORT = 1 << 12
 """Maximum length in characters of a constraint (as a Lark grammar) for which the outcome of a trial is
 cached."""
 DELAY = 5.0
 """Seconds by which a constraint that looks costly counts as having arrived later than it did, so that others
-of the same client go first. Forty at once take 2.4 s in the first stage (`ci/bench/hostile`, Xeon with AMX,
-2 cores, load 3). A plain schema beside them then waited for up to 2.0 s without this delay, for 1.8 s with a
-delay of 2 s, and for 0.3 s with 5 s."""
+of the same client go first. Forty of one client at once take 2.4 s in the first stage (`ci/bench/hostile`,
+Xeon with AMX, 2 cores, load 3). A plain schema of the same client then waited for up to 2.0 s without this
+delay, for 1.8 s with a delay of 2 s, and for 0.3 s with 5 s."""
 _LARGE_NUMBER = re.compile(r"\b\d{3}")
 
 
 def looks_costly(grammar: str) -> bool:
-    """Returns True if a constraint, the text of a Lark grammar, is long or contains a number above 99, such
-    as `maxItems: 900`, `a{1000}` or `multipleOf: 99991`.
+    """Returns True if a constraint, the text of a Lark grammar, has more than SHORT (4096) characters or a
+    number of three or more digits, such as `maxItems: 900`, `a{1000}` or `multipleOf: 99991`.
 
     This is a guess: most expensive constraints look so and few cheap ones do. It only decides which of two
     constraints of one client is tried first.
@@ -113,8 +115,9 @@ class Trials(Generic[T]):
 
     def passed(self, key: Hashable, grammar: str, use: Callable[[TrialOutcome], T | str]) -> T | str:
         """Tries in a child process whether the constraint `grammar` (in Lark) can be compiled, in stages with
-        rising limits of CPU time, until one suffices. A cached outcome for `key` replaces the trial. Returns
-        the result of `use` if the trial succeeds, else the reason for the refusal.
+        rising limits of CPU time, until one suffices; after the last one it is refused. A cached outcome for
+        `key` replaces the trial. Returns the result of `use` if the trial succeeds, else the reason for the
+        refusal.
 
         use: function from the outcome of the trial, which states the bytes of memory used, to the compiled
         constraint or an error message. For a constraint that exceeds the first limit it runs in a thread of
@@ -138,13 +141,13 @@ class Trials(Generic[T]):
         return outcome.error
 
     def forget(self, key: Hashable) -> None:
-        """Removes the outcome of a constraint's trial compilation from the cache."""
+        """Removes the outcome of a constraint's trial compilation from the cache, if it is there."""
         with self._lock:
             self._outcomes.pop(key, None)
 
     def close(self) -> None:
-        """Ends the child processes in which constraints are compiled on trial; no new ones are started. Any
-        thread may call it."""
+        """Ends the child processes in which constraints are compiled on trial; no new ones are started.
+        Trials that are in progress or come later raise StoppingError. Any thread may call it."""
         for each in self.tries:
             each.trial.close()
 
@@ -158,11 +161,12 @@ class Trials(Generic[T]):
     def _tried(self, key: Hashable, number: int, grammar: str) -> TrialOutcome:
         """Compiles the constraint `grammar` (in Lark) on trial in a child process, and follows it there for
         some tokens. Returns the outcome, with the memory that this took or the reason for a refusal, and
-        caches it under `key` if the constraint is short.
+        caches it under `key` if the constraint has at most SHORT characters.
 
-        number: index of the child process among those with rising limits of CPU time. Raises TooCostlyError
-        if the constraint reaches a limit of CPU time or memory; in the last of these processes, it is refused
-        instead. Raises StoppingError if the process is closed, and SetupError if it cannot be started.
+        number: index of the child process among those with rising limits of CPU time. Raises TooCostlyError,
+        which is not cached, if the constraint reaches a limit of CPU time or memory; in the last of these
+        processes, it is refused instead. Raises StoppingError if the process is closed, and SetupError if it
+        cannot be started.
         """
         each = self.tries[number]
         try:

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 PATIENCE = 20.0
-"""Wall-clock seconds after which compiling and following a constraint in a child process is ended, on a
-machine that is busy with other work."""
+"""Wall-clock seconds after which a child process that compiles and follows a constraint is killed, and the
+constraint counts as too costly. They are many times the CPU seconds allowed, for a machine that is busy with
+other work."""
 MEMORY = 128 << 20
-"""Maximum bytes that one constraint may use while it is compiled and followed."""
+"""Maximum bytes that one constraint may use while a child process compiles and follows it; beyond them it
+counts as too costly."""
 STEPS = 16
 """Number of tokens for which a compiled constraint is followed, with random tokens that it allows, before the
 server accepts it."""
@@ -100,15 +102,16 @@ class Trial:
         raise TooCostlyError
 
     def close(self) -> None:
-        """Ends the child process that compiles constraints on trial, also while it compiles one; no new one
-        is started. Any thread may call it."""
+        """Ends the child process that compiles constraints on trial, also while it compiles one, which then
+        raises StoppingError; no new one is started. Any thread may call it."""
         self._child.close()
 
 
 def work() -> None:
-    """Runs the child process that compiles constraints on trial: reads a vocabulary, then one JSON object
-    with a grammar per line, until its input ends; writes the line `true` when it is ready, and then a line
-    with the outcome of each grammar as JSON, null for one that reaches a limit."""
+    """Runs the child process that compiles constraints on trial: reads a vocabulary (one JSON object) from
+    the first line of its input, then one JSON object with a grammar per line, until its input ends; writes
+    the line `true` when it is ready, and then a line with the outcome of each grammar as JSON, null for one
+    that reaches a limit."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = json.loads(source.readline())
     os.nice(vocabulary["niceness"])
@@ -157,9 +160,10 @@ def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float
 
 
 def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, Any] | None:
-    """Compiles a Lark grammar and follows it for up to 16 random tokens that it allows. Returns {"error": the
-    reason why it cannot be used, or "", "bytes": memory used, "seconds": CPU time of this process so far};
-    None if this used more memory than a constraint may use (MEMORY bytes)."""
+    """Compiles a Lark grammar in this process, without a limit of CPU time, and follows it for up to 16
+    random tokens that it allows. Returns {"error": the reason why it cannot be used, or "", "bytes": memory
+    used, "seconds": CPU time of this process so far}; None if this used more memory than a constraint may use
+    (MEMORY bytes)."""
     before = _peak()
     grammar_matcher = matcher(tokenizer, grammar)
     error = beginning(grammar_matcher) or _followed(tokens, grammar_matcher)
@@ -193,7 +197,7 @@ def _followed(tokens: Tokens, matcher: LLMatcher) -> str:
 
 
 def _peak() -> int:
-    """Returns the peak memory of this process in bytes."""
+    """Returns the peak resident memory of this process since its start, in bytes."""
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -201,8 +205,9 @@ def _peak() -> int:
 
 
 def _limit(seconds: float) -> None:
-    """Limits the CPU seconds and the memory of this forked process. At a limit the system ends it before it
-    writes an outcome. Its stderr is discarded."""
+    """Limits this forked process from now on: its CPU time to `seconds`, and, where the system allows it, its
+    address space to MEMORY plus 32 MiB above the present size. At a limit the process ends before it writes
+    an outcome. Its stderr is discarded."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     signal.setitimer(signal.ITIMER_PROF, seconds)  # Its signal ends the process.
     limit_memory(MEMORY + (32 << 20))
