@@ -1,6 +1,6 @@
 """The executor for CPUs: runs a bundle's library with TVM's runtime.
 
-The TVM runtime is loaded once per process, with its thread pool sized for the physical cores. Weights are
+The TVM runtime is loaded once per process, by default with at most one thread per physical core. Weights are
 mapped from their files and passed to the library without a copy.
 """
 
@@ -34,17 +34,18 @@ os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
 EXACT_ROWS = 16
-"""Maximum number of rows in a batch for which the decode kernels give each row the same bits as in a batch of
-its own."""
+"""Maximum number of rows in a decode step for which each row of logits has the same bits as in a step that
+computes it alone; with more rows, they may differ."""
 _MASKS = abi.STEP_ON.index("masks")
 _STEPS_DONE = abi.STATE_COLUMNS.index("steps_done")
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> CpuExecutor:
     """Loads a CPU bundle whose manifest has been read, and returns its executor. threads: number of computing
-    threads, None for the default; pages: number of pages of the KV cache, None for enough for a full batch of
-    full contexts. Raises BundleError for a damaged bundle or one for another device or processor, SetupError
-    if the TVM runtime is missing or cannot be loaded, or TVM_NUM_THREADS is no number of threads."""
+    threads, None for the default; only the first load in a process sets it, later ones ignore it. pages:
+    number of pages of the KV cache, None for enough for a full batch of full contexts. Raises BundleError for
+    a damaged bundle or one for another device or processor, SetupError if the TVM runtime is missing or
+    cannot be loaded, the weights cannot be mapped, or TVM_NUM_THREADS is no number of threads."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
@@ -72,11 +73,11 @@ class CpuExecutor:
 
     @classmethod
     def load(cls, path: Path | str, threads: int | None = None, pages: int | None = None) -> CpuExecutor:
-        """Loads the bundle in directory `path`, and returns its executor. threads: number of computing
-        threads, None for the default; pages: number of pages of the KV cache, None for enough for a full
-        batch of full contexts. Raises BundleError for a damaged bundle or one for another device or
-        processor, SetupError if the TVM runtime is missing or cannot be loaded, or TVM_NUM_THREADS is no
-        number of threads."""
+        """Loads the CPU bundle in directory `path`, and returns its executor. threads: number of computing
+        threads, None for the default; only the first load in a process sets it, later ones ignore it. pages:
+        number of pages of the KV cache, None for enough for a full batch of full contexts. Raises BundleError
+        for a damaged bundle or one for another device or processor, SetupError if the TVM runtime is missing
+        or cannot be loaded, the weights cannot be mapped, or TVM_NUM_THREADS is no number of threads."""
         path = Path(path).absolute()
         return load(path, bundle.read(path), threads, pages)
 
@@ -104,8 +105,8 @@ class CpuExecutor:
 
     def prepare_pages(self, used: int) -> Iterator[None]:
         """Allocates memory for pages of the KV cache in small parts while the engine is idle, until twice as
-        many pages have memory as were ever in use, or all have; yields after each part. used: number of pages
-        that were ever in use."""
+        many pages have memory as were ever in use, or all have; yields None after each part. used: number of
+        pages that were ever in use."""
         first, last = max(used, self._prepared), min(2 * used, self.pages)
         for ready in tensors.back(np.from_dlpack(self._cache), first, last):
             self._prepared = ready
@@ -128,9 +129,10 @@ class CpuExecutor:
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
         """Executes a decode step and the steps after it in one call of the library; there is one later step
-        for each entry of `following.random_numbers`, but none after a step in which a sequence ends. Returns
-        one list for each executed step, with the sampled token of each sequence. Executes only the first step
-        while it is unknown whether each computing thread gets a core of its own."""
+        for each entry of `following.random_numbers`, but none after a step in which a sequence ends or an
+        interrupt comes. Returns one list for each executed step, with the sampled token of each sequence.
+        Executes only the first step while it is unknown whether each computing thread gets a core of its own.
+        """
         count = 1 + len(following.random_numbers) if self._workers().settled else 1
         loop, arguments = self._inputs.loop(step, sampling_params, following, count)
         ordered = abi.STEPS.ordered(self._with_model(arguments))
@@ -211,8 +213,9 @@ class CpuExecutor:
         return arguments
 
     def _workers(self) -> Workers:
-        """Returns the object that chooses how many threads compute a step. Each thread that calls the library
-        has its own, because TVM has one thread pool per calling thread."""
+        """Returns the calling thread's object that chooses how many threads compute a step, from the CPU time
+        that these get and the number of free processors. Each thread that calls the library has its own,
+        because TVM has one thread pool per calling thread."""
         workers: Workers | None = getattr(_pool, "workers", None)
         if workers is None:
             workers = _pool.workers = Workers.of(self.threads, cpu_library.use_threads, machine.FreeCores())
@@ -220,9 +223,10 @@ class CpuExecutor:
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
         """Returns the logits of every position of one sequence, float32 [len(tokens), vocabulary]. chunk:
-        number of tokens computed in one call, None for the library's limit. The call overwrites the first
-        pages of the KV cache. Raises ValueError if there is no token, more than the context or the cache
-        holds, or one outside the vocabulary."""
+        number of tokens computed in one call; None, or more than the library's limit: that limit. The call
+        overwrites the first pages of the KV cache, so no engine may use this executor at the same time.
+        Raises ValueError if there is no token, more than the context or the cache holds, or one outside the
+        vocabulary."""
         return executor.score(self, tokens, chunk)
 
 

@@ -24,8 +24,8 @@ VERSION: str = tvm_ffi.__version__
 SPINS = 2000
 """Number of rounds in which an idle worker of TVM's pool looks for work before it sleeps: about a
 millisecond, which spans the gaps within a step. TVM's default of 300,000 takes CPU time from other processes
-on shared cores: this many gave a fifth more tokens beside processes that compute (`ci/bench/busy`).
-"""
+on shared cores: 2000 rounds gave a fifth more tokens per second beside processes that compute
+(`ci/bench/busy`)."""
 _CPU, _POOLED = 1, 2
 """DLPack's number for CPU memory (kDLCPU) and TVM's for a pooled allocator (AllocatorType::kPooled)."""
 
@@ -46,8 +46,8 @@ class Library:
         self.sample = self.function(abi.SAMPLE)
 
     def function(self, function: abi.Function) -> Callable[..., Any]:
-        """Returns the library's function with the name and arguments that the ABI defines. Raises BundleError
-        if it has none."""
+        """Returns the library's function with the name of `function` in the ABI; its arguments are not
+        checked. Raises BundleError if the library has none of this name."""
         try:
             handle: Callable[..., Any] = self._vm[function.name]
         except AttributeError:
@@ -90,10 +90,10 @@ another package had loaded the runtime already."""
 
 def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
     """Loads the TVM runtime, unless this process has loaded it already, and returns the number of its
-    threads, which the first call fixes: `threads`, or if that is None $TVM_NUM_THREADS, or else the default,
-    with which the calling thread and its later threads stay on one socket. Raises SetupError if the runtime
-    is missing or cannot be loaded, or if TVM_NUM_THREADS is not a number of threads; BundleError if its file
-    is damaged."""
+    threads. The first call fixes it, and later ones ignore `threads`: the number is `threads`, or if that is
+    None $TVM_NUM_THREADS, or else the default, with which the calling thread and threads that it starts later
+    stay on one socket. Raises SetupError if the runtime is missing or cannot be loaded, or if TVM_NUM_THREADS
+    is not a number of threads; BundleError if the runtime's file is damaged."""
     if not _loaded:
         os.environ.setdefault("TVM_BIND_THREADS", "0")
         os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", str(SPINS))
@@ -112,9 +112,10 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
 
 
 def try_out(path: Path, manifest: Manifest) -> None:
-    """Loads the library of a bundle, without weights, to see whether it can be loaded: damaged code may end
-    the process. The TVM runtime of this process then has one thread. Raises BundleError if the library cannot
-    be loaded or is for another machine, SetupError if the TVM runtime is missing or cannot be loaded."""
+    """Loads the library of the bundle in directory `path`, without weights, to see whether it can be loaded:
+    damaged code may end the process. If this process had no TVM runtime yet, it then has one with one thread.
+    Raises BundleError if the library cannot be loaded or is for another machine, SetupError if the TVM
+    runtime is missing or cannot be loaded."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")

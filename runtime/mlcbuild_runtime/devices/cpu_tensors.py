@@ -105,7 +105,7 @@ class LoopTensors:
 
 class MaskTensors:
     """Converts logit masks to int32 tensors [masks, 1 + words], the form that the library takes: the index of
-    the row of logits, then the mask's bits."""
+    the row of logits, then one bit per token, 1 if it is allowed."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int], tuple[list[memoryview], tvm_ffi.Tensor]] = {}
@@ -141,7 +141,7 @@ class StepInputs:
     def batch(self, step: ModelStep) -> Arguments:
         """Returns argument name -> tensor, for those arguments of the functions of a compiled library that
         describe a step: its tokens, the rows whose logits are computed, and where keys and values are stored.
-        """
+        The tensors are valid until the next call."""
         places = step.places(self._page_size)
         numbers = self._numbers.tensors(
             step.tokens, step.rows, *places, step.indptr, step.page_indptr, step.lengths
@@ -167,12 +167,13 @@ class StepInputs:
     def loop(
         self, step: ModelStep, params: Sequence[SamplingRow], following: FollowingSteps, count: int
     ) -> tuple[LoopTensors, Arguments]:
-        """Returns the data and the arguments of a loop of up to `count` decode steps, at most BURST: (its
-        random numbers, tokens and state, as arrays and tensors; name of an argument -> value, for the library
-        functions that compute such a loop). Both are valid until the next call.
+        """Returns the data and the arguments of a loop of decode steps: (its random numbers, tokens and
+        state, as arrays and tensors; name of an argument -> value, for the library functions that compute
+        such a loop). Both are valid until the next call.
 
         step: the first step; params: sampling parameters of each sequence; following: random numbers of the
-        later steps, and the tokens that end a sequence.
+        later steps, and the tokens that end a sequence and with it the loop; count: maximum number of steps,
+        the first one included, at most BURST.
         """
         arguments, loop = self.batch(step), self._loops.get(len(params))
         if loop is None:
@@ -193,7 +194,8 @@ class StepInputs:
         return loop, arguments
 
     def set_next(self, loop: LoopTensors, row: int, token: int, random_number: float) -> None:
-        """Sets the input token and the random number of one sequence for the next step of a decode loop."""
+        """Sets the input token and the random number, in [0, 1), of the sequence with index `row` for the
+        next step of a decode loop."""
         loop.feed[row], self._sampling[len(loop.tokens)].random[row][0] = token, random_number
 
 
@@ -204,6 +206,6 @@ def rows_of(logits: tvm_ffi.Tensor) -> Floats:
 
 
 def rows_tensor(rows: Sequence[object], one: object) -> tvm_ffi.Tensor:
-    """Returns lists of equal length, one for each row, as an int32 tensor [rows, length], or integers as a
-    tensor [rows]. one: an example of such a list or integer, which decides the shape if `rows` is empty."""
+    """Returns a new int32 tensor: [rows, length] for lists of equal length, one for each row, or [rows] for
+    integers. one: an example of such a list or integer, which decides the shape only if `rows` is empty."""
     return tvm_ffi.from_dlpack(tensors.aligned(np.array(rows or [one], np.int32))[: len(rows)])

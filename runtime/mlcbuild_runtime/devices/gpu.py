@@ -1,5 +1,5 @@
-"""The executor of GPUs: it runs a bundle's program through wgpu. Tokens are sampled on the GPU if that is
-exact.
+"""The executor of GPUs: it runs a bundle's program through wgpu. The most likely token is chosen on the GPU;
+other sampling happens on the host, in float64, from the 64 largest logits if these suffice.
 
 Rows of a decoding step are computed with kernels that give each row the bits that it has alone, prompts with
 kernels on tiles. Greedy decoding runs several steps in one submit, with tokens and positions on the GPU.
@@ -29,10 +29,10 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 BURST = 16
 """Maximum number of decode steps in one call: the GPU program stores the tokens of so many steps."""
 _SUBMIT = 4
-"""Number of decode steps in one submit to the GPU. The host waits for the GPU once per submit, when it reads
-the tokens, so four tokens share one wait. An interrupt is noticed only between submits, so after at most the
-kernel launches of four steps. `ci/bench/gpu --bundle BUNDLE --set mlcbuild_runtime.devices.gpu._SUBMIT=8`
-compares other numbers."""
+"""Maximum number of steps of greedy decoding in one submit to the GPU. The host waits for the GPU once per
+submit, when it reads the tokens, so four tokens share one wait. An interrupt is noticed only between submits,
+so after at most the kernel launches of four steps. `ci/bench/gpu --bundle BUNDLE --set
+mlcbuild_runtime.devices.gpu._SUBMIT=8` compares other numbers."""
 _TOP_WORDS = 2 + 2 * 64
 _FUNCTIONS = ("advance", "decode", "greedy", "head", "mask", "prefill", "select", "top")
 _BUFFERS = ("history", "inputs", "logits", "masks", "sampled", "selected", "top")
@@ -41,16 +41,17 @@ _INPUTS = (
     "tokens",
 )
 _SMALL_VOCABULARY = 256
-"""Largest vocabulary, in tokens, for which tokens are always sampled from the whole row of logits, read from
-the GPU. For a larger one, top_k, top_p and min_p are first applied to the 64 largest logits, which the GPU
-selects; the whole row is read only if these do not suffice."""
+"""Largest vocabulary, in tokens, for which all sampling with a temperature above 0 reads the whole row of
+logits from the GPU. For a larger one, top_k, top_p and min_p are first applied to the 64 largest logits,
+which the GPU selects; the whole row is read only if these do not suffice, or if none of the three is set."""
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> GpuExecutor:
     """Loads a GPU bundle whose manifest has been read, and returns its executor. threads: not used; pages:
-    number of pages of the KV cache, None for enough for a full batch of full contexts. Raises BundleError for
-    a bundle that is damaged or that the GPU cannot hold or run, SetupError if there is no GPU, its driver
-    refuses, or wgpu is not installed."""
+    number of pages of the KV cache, None for enough for a full batch of full contexts; fewer if the GPU's
+    buffers cannot be so large. Raises BundleError for a bundle that is damaged or that the GPU cannot hold or
+    run, also if not even one full context fits, SetupError if there is no GPU, its driver refuses, or wgpu is
+    not installed."""
     program = gpu_program.read(path, manifest)
     _check_interface(path / manifest.library, program)
     _check_rows(path / manifest.library, program, manifest)
@@ -101,8 +102,9 @@ def _check_rows(file: Path, program: Program, manifest: Manifest) -> None:
 
 
 def _check_limits(file: Path, program: Program, limits: Limits) -> None:
-    """Raises BundleError if a GPU program was compiled for other limits than those of the manifest: places in
-    the KV cache or in the inputs of a call would be wrong. file: the program's path, for the message."""
+    """Raises BundleError if a GPU program was compiled for other limits than those of the manifest (tokens
+    per page, pages, rows of a call and of a decoding step, positions): places in the KV cache or in the
+    inputs of a call would be wrong. file: the program's path, for the message."""
     decode_rows = program.functions["decode"][-1].sizes["n"]
     figures = [
         ("tokens in a page of the KV cache", abi.PAGE, limits.page_size),
@@ -168,8 +170,8 @@ class GpuExecutor:
 
     def _passes(self, step: ModelStep) -> list[tuple[int, int]]:
         """Divides the tokens of a step into ranges that are computed one after the other, since the kernels
-        for decoding are limited in rows. Returns (index of the first token, index after the last) of each
-        range."""
+        for decoding are limited in rows; a prompt is one range. Returns (index of the first token, index
+        after the last) of each range."""
         count = len(step.tokens)
         if step.prompt or count <= self.exact_rows:
             return [(0, count)]
@@ -201,8 +203,9 @@ class GpuExecutor:
     ) -> list[int]:
         """Executes calls of the GPU program, applies masks to the logits that these compute, and returns a
         token sampled from each row of logits, NO_TOKEN for a row whose parameters request none, INVALID_TOKEN
-        for one with NaN. calls: (function, name of a size -> value) each; params: sampling parameters of each
-        row; masks: (index of a row, mask with one bit per token) each."""
+        for one in which a logit is NaN or the largest one infinite. calls: (function, name of a size ->
+        value) each; params: sampling parameters of each row; masks: (index of a row, mask with one bit per
+        token, 1 if it is allowed) each. Raises EngineError if the GPU fails."""
         count = len(params)
         if masks:
             self._masked(calls, masks)
@@ -231,8 +234,9 @@ class GpuExecutor:
         return tokens
 
     def _drawn(self, number: int, row: SamplingRow) -> int:
-        """Reads the row of logits with index `number` from the GPU, and returns a token sampled from it on
-        the host."""
+        """Reads the row of logits with index `number`, to which masks are applied already, from the GPU, and
+        returns a token sampled from it on the host; INVALID_TOKEN if a logit is NaN or the largest one
+        infinite."""
         return host_sampling.draw(self._read_logits(1, number)[0], row)
 
     def _masked(self, calls: list[tuple[str, dict[str, int]]], masks: Masks) -> None:
@@ -267,11 +271,11 @@ class GpuExecutor:
         return sampled
 
     def _greedy_steps(self, step: ModelStep, following: FollowingSteps) -> list[list[int]]:
-        """Executes decode steps in which the most likely token is sampled. Returns one list for each executed
-        step, with the token of each sequence; the last step is one in which a sequence ends, if any. An
-        interrupt ends them after the current submit. Tokens stay on the GPU until a submit, a group of steps,
-        ends.
-        """
+        """Executes decode steps in which the most likely token is sampled: `step`, and one for each entry of
+        `following.random_numbers`, at most BURST in all. Returns one list for each executed step, with the
+        token of each sequence; the last step is one in which a sequence ends, if any, and what the GPU
+        computed after it is discarded. An interrupt ends them after the current submit, a group of steps in
+        which tokens stay on the GPU."""
         rows, count = len(step.tokens), min(1 + len(following.random_numbers), BURST)
         calls = self._prepare(step, (0, rows), list(range(rows)), again=False)
         calls += [("greedy", {"q": rows}), ("advance", {"n": rows})]

@@ -1,6 +1,6 @@
 """Lists the GPUs of this machine through wgpu (Vulkan, Metal, D3D12), chooses one, and reads its limits.
 
-wgpu is the one GPU library of the runtime, an extra; the modules gpu_*.py alone import it.
+wgpu is the one GPU library of the runtime, an optional dependency; only the modules gpu_*.py import it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def describe(adapter: Any) -> str:
 def choose(name: str | None = None) -> Any:
     """Returns the first GPU adapter of which `name` is the number in the list of `adapters`, from 0, or a
     part of the name, in any case; None: the environment variable MLCBUILD_DEVICE is used instead, and if that
-    is not set, the first adapter is returned. Raises SetupError if there is none, or wgpu is not
-    installed."""
+    is not set, the first adapter is returned. Raises SetupError if this machine has no adapter, none of them
+    matches, or wgpu is not installed."""
     name = name if name is not None else os.environ.get(DEVICE_VARIABLE, "")
     present = adapters()
     if not present:
@@ -82,15 +82,15 @@ def choose(name: str | None = None) -> Any:
 
 def limits(adapter: Any) -> DeviceLimits:
     """Returns the limits of a GPU adapter; those that it does not report are what WebGPU guarantees. The
-    alignment of offsets is always 256, which every device accepts."""
+    alignment of offsets is always 256 bytes, which every device accepts."""
     values = {field: int(adapter.limits[name]) for name, field in _LIMITS.items() if name in adapter.limits}
     return DeviceLimits(**values, alignment=GUARANTEED.alignment)
 
 
 def features(adapter: Any) -> frozenset[str]:
-    """Returns the optional features of a GPU adapter for which kernels may have other texts. The environment
-    variable MLCBUILD_DEVICE_FEATURES, names with commas between them, restricts them. Raises SetupError if it
-    has a name that no feature has."""
+    """Returns the names, as GPU programs use them, of the optional features of a GPU adapter for which a
+    bundle may have other source texts of its kernels. The environment variable MLCBUILD_DEVICE_FEATURES,
+    names with commas between them, restricts them. Raises SetupError if it has a name that no feature has."""
     allowed = {name.strip() for name in os.environ.get(FEATURES_VARIABLE, ",".join(FEATURES)).split(",")} - {
         ""
     }

@@ -64,7 +64,7 @@ class InputBlock:
 
 def tiles(step: ModelStep) -> list[tuple[int, int]]:
     """Returns (index of the first token, number of tokens) of each tile into which attention divides a step's
-    tokens; a tile has tokens of one sequence."""
+    tokens; a tile has up to QUERY_TILE (32) tokens of one sequence."""
     return [
         (start, min(QUERY_TILE, end - start))
         for begin, end in zip(step.indptr, step.indptr[1:], strict=False)

@@ -78,8 +78,8 @@ class _Prepared:
 
 class DeviceProgram:
     """A GPU program on a device, with its buffers, its pipelines and the weights. Creating it raises
-    BundleError for a program that the device cannot run or weights that do not fit it, SetupError if the
-    driver refuses the device, or the system cannot map the weights."""
+    BundleError for a program that the device cannot run, or weights that are damaged or not those that the
+    program takes, SetupError if the driver refuses the device, or the system cannot map the weights."""
 
     def __init__(self, path: Path, manifest: Manifest, adapter: Any, program: Program, pages: int) -> None:
         import wgpu

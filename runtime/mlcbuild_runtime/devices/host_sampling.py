@@ -25,9 +25,10 @@ def apply_masks(logits: Floats, masks: Masks) -> None:
 
 
 def draw(logits: Floats, row: SamplingRow) -> int:
-    """Returns a token sampled in float64 from one row of logits, float32 [vocabulary]. row: its sampling
-    parameters, whose filters apply in the order top_k, min_p, top_p. Returns NO_TOKEN (-2) if they ask for no
-    token, INVALID_TOKEN (-1) if a logit is NaN or the largest one is infinite."""
+    """Returns a token sampled in float64 from one row of logits, float32 [vocabulary]; at temperature 0, the
+    most likely one. row: its sampling parameters, whose filters apply in the order top_k, min_p, top_p.
+    Returns NO_TOKEN (-2) if they ask for no token, INVALID_TOKEN (-1) if a logit is NaN or the largest one is
+    infinite."""
     params = abi.SamplingParams(*row)
     if params.inverse_temperature < 0:
         return abi.NO_TOKEN
@@ -41,9 +42,10 @@ def draw(logits: Floats, row: SamplingRow) -> int:
 
 
 def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float | None) -> int:
-    """Returns the index in `below` of a token that is sampled from a row of logits, by the random number in
-    `params`. below: each logit minus the row's largest one, of all tokens or of the most likely ones; total:
-    the sum of exp(logit - largest) over all tokens if `below` lacks some, else None."""
+    """Applies the temperature and the filters in `params`, and returns the index in `below` of the token that
+    their random number then selects. below: each logit minus the row's largest one, of all tokens or of the
+    most likely ones; total: the sum of exp(logit - largest) over all tokens, to which top_p refers, if
+    `below` lacks some that the filters would keep; else None."""
     allowed = below >= params.logit_drop
     if 0 < params.top_k < len(below):
         allowed &= below >= np.partition(below, -int(params.top_k))[-int(params.top_k)]

@@ -1,7 +1,8 @@
 """Compares this machine's processor with a bundle's target, and counts idle processors.
 
-mlcbuild_format/processors.py has the table of processors. `refusal` is called before anything of the library
-is loaded. Source of the system call for tile registers: Linux's Documentation/arch/x86/xstate.rst.
+mlcbuild_format/processors.py has the table of processors. The comparison, `refusal`, comes before anything of
+the library is loaded. Source of the system call for tile registers: Linux's
+Documentation/arch/x86/xstate.rst.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from mlcbuild_format.bundle import Machine
 
 _LOOKS, _BETWEEN = 12, 0.001
 _SHORTEST = 0.1
-"""Minimum seconds between two readings of CPU times: Linux counts them in steps of 0.01 s."""
+"""Minimum seconds between two readings of CPU times that are compared: Linux counts them in steps of 0.01 s.
+"""
 _NO_SYSTEM = "a machine without a system"
 _SYSTEMS = {"darwin": "macos", "win32": "windows"}
 """Value of sys.platform -> the name of the system in processors.System, where the names differ."""
@@ -74,7 +76,8 @@ def prepare(target: Machine) -> str | None:
 
 
 def allow_tiles() -> bool:
-    """Requests AMX tile registers for all threads of this process; returns True if they are granted."""
+    """Requests AMX tile registers for all threads of this process; returns True if they are granted, False if
+    the system refuses, or is not Linux on x86-64."""
     if sys.platform != "linux" or processors.family(platform.machine()) != "x86_64":
         return False
     try:
@@ -93,8 +96,8 @@ class FreeCores:
     A call samples up to 12 times, 1 ms apart, and uses the best: a client on this machine also runs for a
     moment. Processes with a nice value above 0 do not count, unless this process has one, too: beside nice 10
     a thread gets 90 % of its core. Linux's list of running threads does not tell them apart, but its CPU
-    times do: if processes with a nice value have computed since the last call, the CPU time of the others
-    since then limits how many processors count as busy.
+    times do: if processes with a nice value have used at least half a processor since the last call, the CPU
+    time of the others since then limits how many processors count as busy.
     """
 
     def __init__(
@@ -110,8 +113,9 @@ class FreeCores:
         self._last = self._times()
 
     def __call__(self, enough: int) -> int | None:
-        """Returns the number of free logical processors; None if the system does not report it. It stops
-        sampling as soon as `enough` are free."""
+        """Returns the number of free logical processors, the maximum of up to 12 samples; negative if more
+        other threads run than there are processors, None if the system does not report it. It stops sampling
+        as soon as `enough` are free."""
         most, fewest, cores = self._most_others(), None, os.cpu_count() or 1
         for look in range(_LOOKS):
             time.sleep(_BETWEEN if look else 0)
@@ -127,7 +131,9 @@ class FreeCores:
 
     def _most_others(self) -> int:
         """Returns an upper bound of the number of processors on which other processes without a nice value
-        compute, from their CPU times since the last call; 2**30 if these do not tell."""
+        compute: their CPU time since the last call divided by the wall time, rounded. Returns 2**30, no
+        bound, after less than 0.1 s, if processes with a nice value used less than half a processor, if this
+        process has one, too, or without a report of CPU times."""
         unknown, before, after = 1 << 30, self._last, self._times()
         if before is None or after is None or after[0] - before[0] < _SHORTEST:
             return unknown

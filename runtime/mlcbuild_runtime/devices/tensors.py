@@ -47,10 +47,11 @@ def aligned(array: NDArray[Scalar]) -> NDArray[Scalar]:
 
 
 def prefer_large_pages(address: int, size: int) -> None:
-    """Advises the system to use huge pages for memory, or for a mapped file that it has yet to read.
+    """Advises the system to use huge pages for the `size` bytes of memory at `address`, which may be a mapped
+    file that it has yet to read.
 
     With small pages, TLB misses take a quarter of the time of reading large memory once. Does nothing where
-    the system has no madvise for it.
+    the system has no madvise for it, and ignores a refusal.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None:
@@ -64,8 +65,8 @@ def prefer_large_pages(address: int, size: int) -> None:
 
 def back(tensor: Array, first: int, last: int) -> Iterator[int]:
     """Allocates memory for the entries `first` to `last` - 1 of the second dimension of an array by
-    overwriting them with zeros, since page faults are slow in virtual machines. Yields after each part, with
-    the index up to which all of the array has memory."""
+    overwriting them with zeros, since page faults are slow in virtual machines; their content is lost. Yields
+    after each part: the index in the second dimension up to which all entries now have memory."""
     for start in range(first, last, BACKED):
         end = min(start + BACKED, last)
         for row in tensor:
@@ -76,9 +77,10 @@ def back(tensor: Array, first: int, last: int) -> Iterator[int]:
 
 def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
     """Returns the tensors that `params` lists, (name, shape, dtype, layout) each, in this order as NumPy
-    arrays that are mapped from the weights files `names` in the directory `path`. Tensors that are not
-    aligned, which are few, are copied. Layouts are not compared. Raises BundleError if a file is damaged, or
-    a tensor is missing or has another dtype or shape, SetupError if the system cannot map a file."""
+    arrays that are mapped from the weights files `names` in the directory `path`, together with the memory
+    maps. Tensors that are not aligned, which are few, are copied. Layouts are not compared. Raises
+    BundleError if a file is damaged, or a tensor is missing or has another dtype or shape, SetupError if the
+    system cannot map a file."""
     maps: list[mmap.mmap] = []
     stored: dict[str, tuple[safetensors.Tensor, NDArray[np.uint8]]] = {}
     for name in names:
@@ -93,8 +95,9 @@ def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
 
 
 def _mapped(file: Path) -> mmap.mmap:
-    """Returns a memory map of a whole file. Raises SetupError if the system cannot map it, for example for a
-    limit of address space, or because its file system maps no files."""
+    """Returns a read-only memory map of a whole file, which must not be empty. Raises SetupError if the
+    system cannot open or map it, for example for a limit of address space, or because its file system maps no
+    files."""
     try:
         with file.open("rb") as opened:
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -106,8 +109,9 @@ def _mapped(file: Path) -> mmap.mmap:
 
 
 def _bytes(mapped: mmap.mmap) -> NDArray[np.uint8]:
-    """Returns the bytes of a memory map as an array. The array must not be written: it claims to be writable
-    only because DLPack has no read-only arrays."""
+    """Returns the bytes of a memory map as an array that is valid while the map is open. The array must not
+    be written, which would crash the process: it claims to be writable only because DLPack has no read-only
+    arrays."""
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     return np.ctypeslib.as_array((ctypes.c_uint8 * len(mapped)).from_address(address))
 
