@@ -239,6 +239,7 @@ RUNS_NOTHING = (
     "runtime/mlcbuild_runtime/local.py",
     "runtime/mlcbuild_runtime/locations.py",
     "runtime/mlcbuild_runtime/openai/service.py",
+    "runtime/mlcbuild_runtime/option_values.py",
     "runtime/mlcbuild_runtime/release.py",
     "runtime/mlcbuild_runtime/untrusted.py",
 )

@@ -228,7 +228,7 @@ def _templates(metadata: Mapping[str, object], reader: MetadataReader) -> dict[s
     Templates that are invalid or too long are left out and become problems of `reader`, the metadata's
     reader.
     """
-    templates = {}
+    templates: dict[str, str] = {}
     for key in sorted(key for key in metadata if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")):
         text = reader.text(key)
         if text is not None and len(text.encode()) > LARGEST_TEMPLATE:
@@ -236,5 +236,5 @@ def _templates(metadata: Mapping[str, object], reader: MetadataReader) -> dict[s
                 key, f"has {len(text.encode())} bytes, and at most {LARGEST_TEMPLATE} are read; {CONVERT}"
             )
         elif text is not None:
-            templates[key[len(_TEMPLATE) + 1 :] or "default"] = text
+            templates.setdefault(key[len(_TEMPLATE) + 1 :] or "default", text)  # The first key has no name.
     return templates

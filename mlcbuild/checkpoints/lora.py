@@ -1,9 +1,9 @@
 """Merges LoRA adapters of PEFT into a checkpoint while its rows are read.
 
 A merged matrix is W + s B A in float32: the product, then multiplied by the scale s, then added, each
-operation rounded, so that it has the bits that PEFT computes. DoRA scales each row of the result to a length
-that it has learnt. Nothing is kept in memory but the rows that are read, so a model of any size can be
-merged.
+operation rounded, so that it has the bits that PEFT computes, except in very rare cases (see `_multiply`).
+DoRA scales each row of the result to a length that it has learnt. Nothing is kept in memory but the rows that
+are read, so a model of any size can be merged.
 """
 
 from __future__ import annotations

@@ -86,8 +86,10 @@ def _directory(file: BinaryIO) -> tuple[int, int, int]:
     count, size, start = struct.unpack_from("<HII", tail, at + 10)
     if count == _FULL16 or _FULL32 in (size, start):
         count, size, start = _wide_directory(file, tail, at)
-    if start + size > first + at or size > LARGEST_DIRECTORY or 46 * count > size:
+    if start + size > first + at or 46 * count > size:
         raise ZipError("its end record contradicts the file")
+    if size > LARGEST_DIRECTORY:
+        raise ZipError(f"its central directory has {size} bytes, and at most {LARGEST_DIRECTORY} are read")
     return count, size, start
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from mlcbuild_format import bundle as form
 
-from mlcbuild.bundles.publish import fault
+from mlcbuild.bundles.publish import fault, transfer_bundle
 from mlcbuild.bundles.publish.transfer_bundle import publish, pull
 from mlcbuild.errors import PublishError
 from tests.caches import Handler, serving
@@ -149,8 +149,19 @@ def test_a_pull_goes_on_where_it_broke_off(
     assert pull(actual.url, tmp_path / "pulled")[0] == actual.url, "again, over what is there"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
-    with pytest.raises(PublishError, match="it exists and is not a bundle: name another directory"):
-        pull(actual.url, tmp_path / "mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    for taken in ("mine", "link"):
+        with pytest.raises(PublishError, match="it exists and is not a bundle: name another directory"):
+            pull(actual.url, tmp_path / taken)
+
+
+def test_a_bundle_stays_if_its_replacement_cannot_be_moved(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    (bundle / "bundle.json").write_text("{}")
+    with pytest.raises(FileNotFoundError):
+        transfer_bundle._show(tmp_path / "absent", bundle)
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"] and (bundle / "bundle.json").is_file()
 
 
 def layers(data: bytes) -> tuple[dict[str, object], list[dict[str, object]]]:

@@ -180,6 +180,7 @@ def test_bos_eos_ends_and_templates_are_written(byte_level: Original, tmp_path: 
     metadata = byte_level_metadata(byte_level, "qwen2")
     bos, eos = metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
     metadata["tokenizer.chat_template.tool_use"] = "tools"
+    metadata["tokenizer.chat_template.default"] = "not the default, which has no name"
     write_tokenizer(metadata, "m.gguf", tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     assert bos not in tokenizer.encode("a") and tokenizer.eos == {eos}

@@ -101,6 +101,12 @@ def test_damage_is_named(data: bytes, words: str) -> None:
     assert str(caught.value) == words
 
 
+def test_a_large_central_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zip_places, "LARGEST_DIRECTORY", 100)
+    with pytest.raises(ZipError, match=r"its central directory has \d+ bytes, and at most 100 are read"):
+        members(io.BytesIO(archive()))
+
+
 def test_flipped_bytes_are_refused_or_stay_within_the_file(tmp_path: Path) -> None:
     source, whole = random.Random(3), archive()
     for _ in range(2000):

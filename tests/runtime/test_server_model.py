@@ -83,6 +83,11 @@ def test_letters_that_the_output_cannot_encode_are_escaped(monkeypatch: pytest.M
     assert out.getvalue() == b"f\xfcr \\U0001f642\n"
 
 
+def test_ten_interim_responses_are_accepted() -> None:
+    with sending(b"HTTP/1.1 100 Continue\r\n\r\n" * 10 + OK + event("yes") + b"data: [DONE]\n\n") as url:
+        assert answered(url) == "yes"
+
+
 @pytest.mark.parametrize(
     ("answer", "more", "message"),
     [

@@ -137,11 +137,11 @@ def decode(model: GpuExecutor, count: int) -> Figures:
 
 
 def serve(model: GpuExecutor, tokenizer: Path) -> Figures:
-    """Measures the runtime's engine with twice as many requests as a batch holds, all sent at once; requests
-    that fail count as answered. The engine is closed afterwards, the model is not. Returns {"requests": their
-    number, "first_event_seconds": time to the first event of any request, "tokens_per_second": rate of all
-    answers together}. tokenizer: directory with the tokenizer's files. Raises queue.Empty if no event arrives
-    for PATIENCE seconds."""
+    """Measures the runtime's engine with twice as many requests as a batch holds, all sent at once. The
+    engine is closed afterwards, the model is not. Returns {"requests": their number, "first_event_seconds":
+    time to the first event of any request, "tokens_per_second": rate of all answers together}. tokenizer:
+    directory with the tokenizer's files. Raises the error of a request that fails, and queue.Empty if no
+    event arrives for PATIENCE seconds."""
     from queue import SimpleQueue
 
     from mlcbuild_runtime.engine.engine import Engine
@@ -161,7 +161,10 @@ def serve(model: GpuExecutor, tokenizer: Path) -> Figures:
             engine.submit(request, events.put)
         left = count
         while left:
-            left -= events.get(timeout=PATIENCE).last
+            event = events.get(timeout=PATIENCE)
+            if event.error is not None:
+                raise event.error
+            left -= event.last
             first = first or time.perf_counter() - start
         taken = time.perf_counter() - start
     finally:

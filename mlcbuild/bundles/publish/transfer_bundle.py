@@ -66,7 +66,7 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
     if the directory exists without a bundle.json, the transfer fails or the bundle is damaged; the directory
     is then as before.
     """
-    if directory.exists() and not (directory / form.MANIFEST).is_file():
+    if os.path.lexists(directory) and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
     directory = Path(os.path.normpath(directory.absolute()))  # "." and "x/.." cannot be renamed.
     part = directory.with_name(f".{directory.name}.partial")
@@ -145,9 +145,14 @@ def _show(part: Path, directory: Path) -> None:
     moment nothing is there. Raises OSError if the path cannot be renamed."""
     old = directory.with_name(f".{directory.name}.old")
     _remove(old)
-    if directory.exists():
+    if os.path.lexists(directory):
         directory.rename(old)
-    part.rename(directory)
+    try:
+        part.rename(directory)
+    except OSError:
+        if os.path.lexists(old):
+            old.rename(directory)
+        raise
     _remove(old)
 
 

@@ -33,9 +33,9 @@ class _Response(HTTPResponse):
     _interim = 0
 
     def _read_status(self) -> tuple[str, int, str]:
-        self._interim += 1
         if self._interim > _INTERIM:
             raise BadStatusLine("it sends interim responses without end")
+        self._interim += 1
         status: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]
         return status
 
