@@ -4,7 +4,7 @@ such attention share."""
 from __future__ import annotations
 
 from mlcbuild.models.family import Common
-from mlcbuild.models.fields import Fields, show
+from mlcbuild.models.fields import Fields, is_number, show
 from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.rotary import yarn_attention
 
@@ -36,13 +36,14 @@ def read_latent(
         fields.problem("qk_head_dim", f"must be {head_dim + rope_dim}, the sum of both parts, found {stated}")
     fields.ignore(("qk_head_dim",))
     has_bias = fields.flag("attention_bias", False)
+    mscale = _mscale(fields)
     return LatentAttention(
         heads,
         fields.integer("kv_lora_rank", latent, high=2**16),
         head_dim,
         rope_dim,
         fields.integer("v_head_dim", value, high=2**12),
-        (head_dim + rope_dim) ** -0.5 * _mscale(fields) ** 2,
+        (head_dim + rope_dim) ** -0.5 * mscale * mscale,
         eps,
         fields.maybe_integer("q_lora_rank", query) or 0,
         bias=has_bias,
@@ -58,6 +59,6 @@ def _mscale(fields: Fields) -> float:
         scaling = fields.get(name)
         if isinstance(scaling, dict) and "yarn" in (scaling.get("rope_type"), scaling.get("type")):
             factor, weight = scaling.get("factor"), scaling.get("mscale_all_dim")
-            if isinstance(factor, int | float) and isinstance(weight, int | float) and weight:
+            if is_number(factor) and is_number(weight) and weight:
                 return 1.0 if factor <= 1 else (yarn_attention(factor, None, None) - 1) * weight + 1
     return 1.0

@@ -296,7 +296,7 @@ def _factor(inner: Fields) -> float:
 def _alpha(inner: Fields, base: _Base) -> Rope:
     """Returns a rotary embedding whose theta is increased to theta * alpha^(dim / (dim - 2)). alpha: a field
     of the rope object in Hunyuan's config.json."""
-    alpha = inner.number("alpha", high=1e9)
+    alpha = inner.number("alpha", low=1e-6, high=1e9)
     inner.ignore(("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
     theta = base.theta * alpha ** (base.dim / max(base.dim - 2, 1))
     return Rope(base.dim, rotary.default(theta, base.dim))

@@ -39,7 +39,8 @@ _CONCURRENT_LOOKUPS = 16
 together at the same time."""
 _POLL = 0.05
 _LONGEST_ORIGIN = 1 << 16
-"""Maximum length in bytes of the line that names the remote cache from which a step's record was read."""
+"""Maximum length in bytes of the two lines before the copy of a step record that was read from a remote
+cache: the remote's URL, and the public keys that were trusted."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ class Sharing:
         part = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
         with suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(remote.origin.encode() + b"\n" + remote.record.encode())
+            trust = " ".join(sorted(self._trust(remote.origin)))
+            part.write_bytes(f"{remote.origin}\n{trust}\n".encode() + remote.record.encode())
             part.replace(place)
 
     def fetch(self, entry: Entry, stop: threading.Event, on_bytes: Callable[[int], None]) -> str:
@@ -237,15 +239,26 @@ class Sharing:
 
     def _read(self, key: str) -> RemoteRecord | None:
         """Returns the step record with a key, as an earlier run read it from a remote cache and stored it on
-        this machine, and the URL of that remote cache; None if it is missing or damaged. The copy has no
-        signature: that was checked before it was stored."""
+        this machine, and the URL of that remote cache; None if it is missing or damaged, or if other public
+        keys are trusted now, so that it would have to be checked again: the copy
+        has no signature."""
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
-            line, _, data = data.partition(b"\n")
-            origin = line.decode()
-            return RemoteRecord(Record.checked(key, data), origin) if origin.isprintable() else None
-        except (OSError, ValueError):
+            lines = data.split(b"\n", 2)
+            origin, trusted = (line.decode() for line in lines[:2])
+            record = Record.checked(key, lines[2])
+        except (OSError, ValueError, IndexError):
             return None
+        required = self._trust(origin)
+        is_trusted = not required or (bool(trusted) and required.issuperset(trusted.split(" ")))
+        return RemoteRecord(record, origin) if origin.isprintable() and is_trusted else None
+
+    def _trust(self, origin: str) -> frozenset[str]:
+        """Returns the public keys of which one must have signed a record from a remote cache, by its URL;
+        none if any record is accepted. For a remote that this run does not have, they are the keys of all its
+        remotes."""
+        links = [link for link in self.links if link.name == origin] or self.links
+        return frozenset(key for link in links for key in link.remote.trust)
 
     def _place(self, key: str) -> Path:
         return self._known / layout.shelved(key)

@@ -106,3 +106,9 @@ def test_yarn_raises_the_scale_of_latent_attention(factor: float, weight: float)
     assert latent(rope_scaling=scaling | {"rope_type": None}) == latent(rope_scaling=scaling)
     expected = 0.1 * weight * np.log(factor) + 1 if factor > 1 and weight else 1.0
     assert actual == pytest.approx(expected**2) and yarn_attention(40.0, None, None) > 1
+
+
+@pytest.mark.parametrize("weight", [10**400, 1e308, float("nan"), True, "1"])
+def test_a_weight_of_yarn_out_of_range_raises_no_other_error(weight: object) -> None:
+    """Checks values of mscale_all_dim that the code which reads rotary embeddings refuses afterwards."""
+    latent(rope_scaling={"type": "yarn", "factor": 40.0, "mscale_all_dim": weight})

@@ -124,3 +124,9 @@ def test_what_only_some_families_have() -> None:
 )  # fmt: skip
 def test_faults_are_named(fields: dict[str, Any], words: str) -> None:
     assert words in "\n".join(ropes(**fields)[1])
+
+
+def test_an_alpha_near_zero_is_refused() -> None:
+    dynamic = {"type": "dynamic", "factor": 1.0, "alpha": 1e-308}
+    problems = ropes(RopeRules(extensions=("alpha",)), rope_scaling=dynamic)[1]
+    assert "alpha: must be a number above 1e-06" in "\n".join(problems)

@@ -69,6 +69,36 @@ def test_records_that_nobody_trusted_signed_are_refused(tmp_path: Path, key: key
             assert statuses(last.run()) == REUSED, "a trusted result replaced the others"
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_copies_of_records_are_used_only_under_the_keys_that_were_trusted(
+    is_removed: bool, tmp_path: Path, key: keyfile.Signer
+) -> None:
+    """Checks the copies that a store keeps of records whose files it has not downloaded. is_removed: True if
+    the remote cache from which they come is replaced by another one."""
+    other = keyfile.create(tmp_path / "other.pem")
+    with serving() as cache, serving() as second:
+
+        def known(*trust: str, remote: str = "") -> set[str]:
+            sharing = User(tmp_path / "two", remote or cache.url, mode="read", trust=trust).sharing()
+            return {name for name, step_key in keys.items() if sharing.find(step_key) is not None}
+
+        for signer, trust in ((None, ()), (key, (key.public,))):
+            result = signed(tmp_path / f"one{signer}", cache.url, signer).run()
+            keys = {actual.name: actual.record.key for actual in result.steps if actual.record is not None}
+            user = User(tmp_path / "two", cache.url, mode="read", trust=trust)
+            for step_key in keys.values():
+                record = user.sharing().find(step_key)
+                assert record is not None
+                user.sharing().keep(record)
+            cache.content.clear()
+            url = second.url if is_removed else cache.url
+            assert known(remote=url) == {*keys}
+            assert known(key.public, other.public, remote=url) == ({*keys} if signer else set())
+            assert not known(other.public, remote=url)
+            for step_key in keys.values():
+                user.sharing().forget(step_key)
+
+
 def test_an_older_record_is_not_taken_for_the_present_one(tmp_path: Path, key: keyfile.Signer) -> None:
     """Checks that an old record is not accepted under a new key, even if a trusted key signed it."""
     with serving() as cache:
