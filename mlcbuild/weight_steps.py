@@ -18,7 +18,8 @@ from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
 
 MANY_CORES = 64
-"""Number of cores that a step requests if it can use all cores of a machine."""
+"""Maximum number of CPU cores for a step that can use all cores of a machine. It gets fewer on a smaller
+machine, or while other steps run."""
 BUDGET_FILES = ("budget.json", "quantization.yaml")
 """Names of the two files that bundles copy from the step which chose their quantization schemes under a
 budget: the report on the choice, and the choice as text to copy into a recipe."""
@@ -33,9 +34,9 @@ def storage_of(variant: Variant) -> quant.Storage:
 
 @lru_cache(maxsize=4096)
 def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
-    """Returns a quantization scheme with the layout in which a target's device stores weights, cached
-    because thousands of variants share few schemes and targets.
-    """
+    """Returns a quantization scheme with the layout in which a target's device stores weights, cached because
+    thousands of variants share few schemes and targets. Raises UsageError for a format for which the device
+    has no kernels."""
     return backend(target).storage(scheme)
 
 
@@ -90,9 +91,9 @@ def weights_step(
 
 
 def choice_input(budget: str) -> dict[str, Input]:
-    """Returns {"budget": `Input`}, the argument of the action of a step that reads choice.json, the formats
-    that the step called `budget` chose for a model's matrices. The key of the reading step covers no other
-    file of the step `budget`."""
+    """Returns the input of a step that reads which format another step, named `budget`, chose for each
+    matrix of a model: {"budget": `Input` of that step's file choice.json}, by the name of the argument of the
+    action. The key of the reading step covers no other file of the step `budget`."""
     return {choice.INPUT: Input(budget, (choice.CHOICE,))}
 
 
@@ -124,7 +125,8 @@ def exact_step(
     """Returns a build step that evaluates a model on prompts with its exact weights, as they are before
     quantization. name, action: name of the step, and of its function as "module:function"; inputs: name of an
     argument of the action -> `Input`, except for the checkpoint's, which are added; prompts: the texts of the
-    prompts, or the file with them, which must then be among `inputs`: only its name is a parameter."""
+    prompts, or the file with them, which must then be among `inputs`, since only the file's name becomes a
+    parameter."""
     return Step(
         name,
         action,
@@ -152,10 +154,10 @@ def sensitivity_step(variant: Variant, checkpoint: Checkpoint, config: str, refe
 def budget_step(
     variant: Variant, checkpoint: Checkpoint, config: str, reference: str, sensitivity: str
 ) -> Step:
-    """Returns the step that chooses a scheme for each matrix under the budget that the variant's scheme must
-    have. config, reference, sensitivity: names of the steps with the model's config, the logits of its exact
-    weights, and the loss of each matrix in each scheme. Raises UsageError for a format for which the
-    variant's device has no kernels."""
+    """Returns the step that chooses a scheme for each matrix under the budget (a maximum of bits per weight,
+    bytes or loss) that the variant's scheme must have. config, reference, sensitivity: names of the steps
+    with the model's config, the logits of its exact weights, and the loss of each matrix in each scheme.
+    Raises UsageError for a format for which the variant's device has no kernels."""
     name = f"budget/{checkpoint.name}/{variant.quantization}"
     budget, steps = variant.scheme.budget, {"config": config, "reference": reference}
     assert budget is not None

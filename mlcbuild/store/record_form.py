@@ -27,7 +27,8 @@ and steps because these are printed on terminals.
 """
 _is_digest = re.compile(r"[0-9a-f]{64}").fullmatch
 Row: TypeAlias = tuple[str, str, int]
-"""(path inside an artifact, BLAKE3 digest, size in bytes) of a file."""
+"""The description of one file of an artifact: (path inside the artifact, BLAKE3 digest in hex, size in
+bytes)."""
 
 
 class Code(dict[str, str]):
@@ -40,8 +41,8 @@ class Code(dict[str, str]):
         self._salts: dict[tuple[tuple[str, str], ...], str] = {}
 
     def salt(self, tools: tuple[tuple[str, str], ...]) -> str:
-        """Returns the salt of a step: the digest of the source files of its action and of `tools`, which are
-        pairs (name of a tool, version).
+        """Returns the salt of a step, a part of its cache key: the BLAKE3 digest, in hex, of its action's
+        source files and of `tools`, pairs (name of a tool, version). It is computed once for equal `tools`.
         """
         if tools not in self._salts:
             self._salts[tools] = salt(self, dict(tools))
@@ -53,9 +54,8 @@ class Code(dict[str, str]):
 
 @lru_cache(maxsize=4096)
 def path_fault(path: str) -> str:
-    """Returns the reason why a step's result must not contain a file at this path, as the end of a sentence;
-    "" if it may.
-    """
+    """Returns the reason why a step's result must not contain a file at this path, which is relative to the
+    result, as words that follow the path in an error message, such as "is not UTF-8"; "" if it may."""
     try:
         lengths = [len(part.encode()) for part in path.split("/")]
     except UnicodeEncodeError:
@@ -70,20 +70,20 @@ def path_fault(path: str) -> str:
 
 
 _codes: dict[bytes, Code] = {}
-"""JSON text of the list of source files in a step record -> the parsed list, a `Code`. The mapping is a
-cache."""
+"""A cache: JSON text of the object path -> digest that lists the source files in a step record -> the same
+object, parsed, as a `Code`. It is emptied when it holds 512."""
 _MOST_CODES = 512
 _BEFORE_ACTION, _BEFORE_CODE, _AFTER_CODE = b'{"action":"', b'","code":{', b'},"inputs":'
 
 
 def parse_about(rest: bytes) -> dict[str, Any]:
-    """Parses the second line of a step record, the JSON text of the inputs from which the step's result was
-    built and of its costs, and returns the JSON object, whose "code" may be a `Code` that other records
-    share. Raises ValueError for any other text.
+    """Parses the second line of a step record, the strict JSON object of the inputs from which the step's
+    result was built and of its costs, and returns this object; its fields are not checked. Its "code" may be
+    a `Code`, which other records share and nobody may change. Raises ValueError for text that is no strict
+    JSON object.
 
     Most of the line lists the source files of the action, which thousands of records share. Their text is
-    parsed once; for the same bytes in another record, only the rest of the line is parsed.
-    """
+    parsed once; for the same bytes in another record, only the rest of the line is parsed."""
     action_end = rest.find(b'"', len(_BEFORE_ACTION))
     end = rest.find(_AFTER_CODE, action_end) + 1
     start = action_end + len(_BEFORE_CODE) - 1

@@ -8,10 +8,10 @@ A record is two lines of canonical JSON. The first lists the result, the second 
 
 Every record passes the same checks before it is used, whether it comes from the local store, a remote cache,
 an archive or a worker. `Record.decode` checks the form of every field: types, ranges, lengths, and paths that
-stay in their tree. `Record.consistent` checks derived values: the key is recomputed from the pre-image and
-the tree's digest from the files, and both lines must name the same tree (the second line of an older record
-names none). `Record.checked` does both. Every error is a ValueError whose message completes a sentence that
-begins with "the record".
+stay in their tree. `Record.consistent` returns True if derived values are right: the key is recomputed from
+the pre-image and the tree's digest from the files, and both lines must name the same tree (the second line of
+an older record names none). `Record.checked` does both. Every error is a ValueError whose message completes a
+sentence that begins with "the record".
 """
 
 from __future__ import annotations
@@ -52,18 +52,20 @@ class Preimage:
     action: str
     params: Mapping[str, Json]
     code: Mapping[str, str]
-    """Path of each source file that the action imports, directly or indirectly -> BLAKE3 digest."""
+    """Path, such as mlcbuild/canon.py, of each source file that makes up the step's action: those of its own
+    modules and those that they import, directly or indirectly, without libraries -> BLAKE3 digest in hex."""
     tools: Mapping[str, str]
     inputs: Mapping[str, Tree]
-    """Name of an argument of the step's action -> the files that the step reads from the input which is
-    passed as this argument."""
+    """Name of an argument of the step's action -> `Tree` of the files that the action can read from the input
+    passed as this argument, which may be some of the input's files. The step's key covers only the tree's
+    digest."""
 
     def key(self) -> str:
         return self._key(canonical(self.params))
 
     def parsed_key(self) -> str:
         """Returns the step's key, the digest of everything that its result depends on, in hexadecimal. Its
-        parameters must have been parsed from JSON without floats."""
+        parameters must have been parsed from JSON without floats, which is not checked."""
         return self._key(canonical_plain(self.params))
 
     def _key(self, params: bytes) -> str:
@@ -89,10 +91,10 @@ class Expected:
     def of(
         cls, action: str, code: bytes, inputs: Mapping[str, bytes], params: bytes, tools: bytes
     ) -> Expected:
-        """Returns the three texts that the second line of a step record must contain, in order, if the
-        record's key is the digest of these arguments. action: "module:function" of the step's action; inputs:
-        argument of the action -> JSON list of its files; code (source files), params and tools: canonical
-        JSON."""
+        """Returns the `Expected` with the three texts that the second line of a step record must contain, in
+        this order, if the record's key is the digest of these arguments. action: "module:function" of the
+        step's action; inputs: argument of the action -> canonical JSON list of its files, [path, digest,
+        size] each; code (source files), params and tools: canonical JSON."""
         listed = b",".join(canonical_plain(name) + b":" + rows for name, rows in sorted(inputs.items()))
         head = b'{"action":%s,"code":%s,"inputs":{%s},"measured":' % (canonical_plain(action), code, listed)
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
@@ -114,16 +116,15 @@ class Expected:
 
 _costs = re.compile(rb"\[(?:0|[1-9][0-9]{0,17})(?:,(?:0|[1-9][0-9]{0,17})){2}\]").match
 _shared_and_step = re.compile(rb'(?:true|false),"step":"[ !#-\[\]-~]{1,4096}"').match
-"""Regular expression for a part of the JSON that describes how a step was built: whether its result may be
-shared, `true` or `false`, and the step's name, if that is printable ASCII without quotes and backslashes.
-Lines with other names are parsed as JSON.
-"""
+"""Matches, at a position of a step record's second line, `true,"step":"NAME"` or `false,"step":"NAME"`:
+whether the result may be shared, and the step's name, if that is printable ASCII without quotes and
+backslashes. Lines with other names are parsed as JSON instead."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured time, CPU time and peak memory of one run of a step, as integers, because step records are
-    canonical JSON without floats."""
+    """The wall-clock time and CPU time, in milliseconds, and the peak memory, in bytes, of one run of a step.
+    They are integers, because step records are canonical JSON without floats."""
 
     milliseconds: int = 0
     cpu_milliseconds: int = 0
@@ -136,13 +137,13 @@ class Measured:
 @dataclass(frozen=True)
 class BuildInfo:
     """The origin of an artifact: the step that built it, everything that is hashed into the step's key, and
-    the time (ms), CPU time (ms) and peak memory (bytes) that the step took."""
+    the wall-clock time (ms), CPU time (ms) and peak memory (bytes) that the step took."""
 
     step: str
     preimage: Preimage
     measured: Measured = field(default_factory=Measured)
     shared: bool = True
-    """False if the artifact is never sent to a remote cache."""
+    """False if the artifact is valid on this machine only and is never sent to a remote cache."""
 
     def to_json(self) -> Json:
         cost, image = self.measured, self.preimage
@@ -187,12 +188,13 @@ class Record:
 
     key: str
     tree: str
-    """Digest of the artifact's tree: of the paths, digests and sizes of all its files."""
+    """BLAKE3 digest, in hex, of the artifact's tree: of the paths, digests and sizes of all its files."""
     rows: tuple[Row, ...]
     """(path, BLAKE3 digest, size in bytes) of each file that the step wrote, sorted by path."""
     rest: bytes = field(repr=False)
-    """The second line of the file that describes a step's result: canonical JSON of everything from which the
-    result was built, and of the time and memory that this took. It is parsed only on demand."""
+    """The second line, without its newline, of the file that describes a step's result: canonical JSON of
+    everything from which the result was built, and of the time and memory that this took. It is parsed only
+    on demand."""
 
     @classmethod
     def create(cls, key: str, tree: Tree, info: BuildInfo) -> Record:
@@ -202,9 +204,8 @@ class Record:
 
     @classmethod
     def decode(cls, key: str, data: bytes) -> Record:
-        """Parses a step's record and checks the form of every field, but not whether it belongs to `key`.
-        Raises ValueError for a damaged record.
-        """
+        """Parses a step's record and returns it as the one with the key `key`. The form of every field is
+        checked, but not whether the record belongs to this key. Raises ValueError for a damaged record."""
         record = _head(key, data)
         BuildInfo.from_json(parse_about(record.rest))
         return record
@@ -215,8 +216,8 @@ class Record:
         files have the digest that it names. Raises ValueError otherwise.
 
         expected: function that returns the texts which a record with this key contains, for a caller that has
-        just computed the key; comparing them is faster than parsing.
-        """
+        just computed the key; comparing them is faster than parsing. A record with another text is parsed and
+        checked."""
         record = _head(key, data)
         if expected is not None and expected().matches(record.rest, record.tree):
             if rows_digest(record.rows) != record.tree:
@@ -231,7 +232,7 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Returns the size of all files of an artifact in bytes."""
+        """Returns the sum of the sizes of an artifact's files, in bytes."""
         return sum(row[2] for row in self.rows)
 
     @cached_property
@@ -246,8 +247,8 @@ class Record:
 
     def consistent(self) -> bool:
         """Returns True if the step record agrees with itself: its key is the digest of the inputs that it
-        lists, and its tree digest is the digest of the files that it lists. Raises ValueError if the record's
-        second line, with the inputs, is malformed."""
+        lists, and its tree digest is the digest of the files that it lists, and equals the one in its second
+        line, if there is one. Raises ValueError if the second line, which lists the inputs, is malformed."""
         return not self._fault(parse_about(self.rest))
 
     def _fault(self, about: dict[str, Any]) -> str:
@@ -266,9 +267,9 @@ def _tree(rows: tuple[Row, ...]) -> Tree:
 
 
 def _head(key: str, data: bytes) -> Record:
-    """Parses a record and checks its first line only, which lists the files of a step's result. Raises
-    ValueError if that line is damaged.
-    """
+    """Parses the first line of a record, which lists the files of a step's result, and returns the record
+    with its second line unparsed. Raises ValueError if the first line is malformed or names paths that
+    `check_tree` refuses, or if the record is cut off or larger than LARGEST."""
     if len(data) > LARGEST:
         raise ValueError(f"it has more than {LARGEST} bytes")
     first, newline, rest = data.partition(b"\n")

@@ -25,10 +25,9 @@ class StagingArea:
 
     @classmethod
     def start(cls, root: Path) -> StagingArea:
-        """Creates and returns a working directory for this process in tmp/ of the store `root`, and removes
-        those of killed processes, and their locks. Raises OSError if the store lacks tmp/ or locks/, or
-        cannot be written.
-        """
+        """Creates a working directory for this process in tmp/ of the store `root` and returns it as a
+        `StagingArea`. Also removes the directories and lock files that killed processes left. Raises OSError
+        if the store lacks tmp/ or locks/, or cannot be written."""
         tmp = root / "tmp"
         while True:
             directory = tmp / secrets.token_hex(8)
@@ -86,8 +85,8 @@ def remove(path: Path) -> None:
 
 def living(root: Path) -> bool:
     """Returns True if any process, which may be this one, is working in the store `root`: a run, a worker, or
-    an import; True also if another user's lock cannot be tested. Removes working directories of killed
-    processes on the way."""
+    an import; True also if another user's lock cannot be tested, False if there is no store. Removes working
+    directories of killed processes on the way."""
     for path in (root / "tmp").glob("*.lock"):
         try:
             lock = try_lock(path)

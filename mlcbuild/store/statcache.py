@@ -70,8 +70,9 @@ class StatCache:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._usable = True
-        """False once the SQLite file of this cache could not be used, for example because another process
-        keeps it locked."""
+        """False once the SQLite file of this cache could not be opened, read or written, for example because
+        another process keeps it locked; this object does not use it again. A damaged file is deleted
+        instead."""
         self._files: dict[tuple[int, int], _Row] | None = None
         self._latest: dict[str, list[str]] | None = None
         self._imports: ImportTable | None = None
@@ -115,9 +116,9 @@ class StatCache:
         raise SourceError(f"{path} changes while it is read: let its writer finish, then run again")
 
     def imports(self) -> ImportTable:
-        """Returns the cached mapping (digest of a source file, package in which its relative imports start)
-        -> names of the modules that the file may import. `save` also writes entries that the caller adds to
-        it."""
+        """Returns the cache's own mapping (digest of a source file, package in which its relative imports
+        start) -> names of the modules that the file may import. `save` also writes entries that the caller
+        adds to it. It is empty if the cache's file is missing or cannot be read."""
         if self._imports is None:
             rows = self._rows("select source, package, modules, checksum from imports")
             self._imports = {
@@ -239,8 +240,8 @@ class StatCache:
 
     def _check_place(self) -> None:
         """Removes links, pipes and devices at the paths of the database's files, which SQLite would open.
-        Raises sqlite3.OperationalError if one cannot be removed, or if another user can write the directory.
-        """
+        Raises sqlite3.OperationalError if one cannot be removed, or if the directory is missing or another
+        user can write it."""
         import sqlite3
 
         try:
@@ -270,8 +271,7 @@ class StatCache:
 
 
 def _schema(database: sqlite3.Connection) -> list[tuple[object, ...]]:
-    """Returns the type, name and definition of each table, index, view and trigger of a database, sorted by
-    name."""
+    """Returns (type, name, SQL text) of each table, index, view and trigger of a database, sorted by name."""
     return database.execute("select type, name, sql from sqlite_master order by name, type").fetchall()
 
 

@@ -12,6 +12,8 @@
     user-UID/            the same file of each user, in a store that several users can write
     lock                 shared by builders, exclusive for gc
 
+`k0` and `d0` stand for the first two characters of the key and of the digest.
+
 Files get their final name by an atomic rename (or link) within the store, blobs before the record that names
 them, so a process may be killed at any point and every visible file is complete. The store holds no path of
 this machine, so it can be copied.
@@ -58,13 +60,16 @@ FORMAT = "mlcbuild-store/1"
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Returns the absolute path in $MLCBUILD_STORE, or that of the store in the user's cache directory."""
+    """Returns the absolute path of the store: that in $MLCBUILD_STORE, in which ~ stands for the home
+    directory and a relative path starts from the current directory, or, if it is not set, one in the user's
+    cache directory."""
     return Path(layout.default_root(environ))
 
 
 @dataclass(frozen=True)
 class Published:
-    """The outcome of publishing a step's result: the record that the store now has for the key."""
+    """The outcome of publishing a step's result: the record that the store now has for the key, which may be
+    an earlier one, and a message if an earlier result had other files."""
 
     record: Record
     fault: str = ""
@@ -166,8 +171,8 @@ class Store(Blobs):
 
     def find(self, key: str) -> Record | None:
         """Returns the step record of a step's key if all its files are in the store and unchanged; None
-        otherwise.
-        """
+        otherwise. A file whose size and mtime are as the store wrote them counts as unchanged; others are
+        hashed."""
         record = self.record(key)
         return record if record is not None and not self.lost(record) else None
 
@@ -179,8 +184,8 @@ class Store(Blobs):
             return record.key
 
     def touch(self, record: Record) -> None:
-        """Marks a step record as used, so that garbage collection keeps it, unless that was done in the last
-        ten minutes."""
+        """Marks a step record as used now, so that garbage collection keeps it, unless that was done in the
+        last ten minutes. Raises nothing if it cannot, as for a record that is gone or another user's."""
         layout.note_use(f"{self._ac}{layout.shelved(record.key)}")
 
     # Writing
@@ -197,12 +202,12 @@ class Store(Blobs):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Returns a context during which no garbage collection of the store runs. It first waits for a
-        running one. If the store does not exist or its lock cannot be opened, the context does nothing.
+        """Returns a context during which no garbage collection of the store runs; several processes may be in
+        it. It first waits for a running one, without a time limit. If the store does not exist or its lock
+        cannot be opened, nothing is locked.
 
-        Used around operations that garbage collection must not split: looking up records and marking them
-        as used, and placing blobs and their record.
-        """
+        Used around operations that garbage collection must not split: looking up records and marking them as
+        used, and placing blobs and their record."""
         with ExitStack() as stack:
             with suppress(OSError):  # There is no store yet, or it belongs to another user.
                 stack.enter_context(wait_lock(self.root / "lock", shared=True, keep=True))
@@ -216,8 +221,9 @@ class Store(Blobs):
             part.replace(marker)
 
     def try_lock(self, key: str) -> HeldLock | None:
-        """Acquires the lock that the builder of a step's key holds, and returns it; returns None while it is
-        held, by another process or this one. Raises StoreError if the lock file cannot be created."""
+        """Acquires the lock that the builder of a step's key holds, and returns it, for the caller to
+        release; returns None at once while it is held, by another process or this one. Raises StoreError if
+        the lock file cannot be created."""
         with self.writing():
             return try_lock(self.root / "locks" / key)
 
@@ -234,13 +240,12 @@ class Store(Blobs):
     ) -> Published:
         """Moves all files below the directory `out` into the store as a step's result (copies those that have
         other hard links): the files first, then the record that lists them. Returns the record that the store
-        then has for the key: an older one stays if it and its files are intact.
+        then has for the key: an older one stays if it and its files are intact. The emptied directories stay.
 
         out: inside a working directory of the store. linked: (device, inode) of a file of the step's inputs
         -> its path, digest and size; an output that is a hard link of one is not hashed. Raises StoreError if
         the store cannot be written, StepError when `out` holds anything but regular files, or a file name
-        that records do not allow.
-        """
+        that records do not allow."""
         with self.writing(), self.settled():
             entries = [self._adopt(path, name, linked) for path, name in _walk(out, info.step)]
             record = Record.create(key, Tree.of(entries), info)
@@ -250,9 +255,10 @@ class Store(Blobs):
 
     def put_record(self, record: Record, part: Path) -> Published:
         """Stores a step record that was built elsewhere, unless the store has an intact one for the key, and
-        returns the one that it then has. The record's blobs must already be in the store. part: temporary
-        path, at which the record is written before it is moved to its place. Raises StoreError if a blob is
-        missing, or the record cannot be written."""
+        returns the one that it then has. The record's blobs must already be in the store. part: path of a new
+        temporary file on the store's filesystem, in which the record is written before it is linked or moved
+        to its place; it may stay. Raises StoreError if a blob is missing or damaged, or the record cannot be
+        written."""
         with self.writing(), self.settled():
             if missing := self.lost(record):
                 raise StoreError(f"a record cannot be stored before its files: {missing}")
@@ -297,10 +303,9 @@ class Store(Blobs):
 
 
 def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
-    """Returns an iterator of (absolute path, path relative to `out`) of the files below `out`, sorted. Raises
-    StepError for anything but regular files, and for names that records do not allow. step: name of the step,
-    for the error.
-    """
+    """Returns an iterator of (path, path relative to `out`) of the files below `out`, sorted. Raises
+    StepError at once for anything but directories and regular files, for names that records do not allow, and
+    for two that differ only in case. step: name of the step, for the error."""
     outputs = []
     for directory, names, files in os.walk(out):
         if same := same_but_for_case([*files, *names]):
@@ -323,9 +328,8 @@ def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes `data` to a new, read-only file without fsync. If a power failure truncates a step record, it
-    does not parse and is ignored.
-    """
+    """Writes `data` to a new, read-only file without fsync. Raises OSError, also if the file exists. A step
+    record that a power failure cuts short does not parse and is ignored."""
     with path.open("xb") as file:
         file.write(data)
     path.chmod(0o444)

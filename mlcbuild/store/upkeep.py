@@ -39,9 +39,11 @@ class Verified:
     blobs: int
     bytes: int
     damaged: tuple[str, ...]
-    """Messages for blobs and step records whose bytes do not match their names."""
+    """Messages for blobs and step records whose bytes do not match their names, except for those in `mended`.
+    """
     missing: tuple[str, ...]
-    """Messages for files of step results that the store lacks. The steps of these results run again."""
+    """Messages for files of step results that the store lacks and that were not downloaded again. The steps
+    of these results run again."""
     unused: int
     """Number of blobs that no step's result contains, as killed runs leave them. `gc` removes them, or a
     later run uses them.
@@ -56,7 +58,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class KindStatistics:
-    """Statistics of the steps of one kind; the kind is the first part of a step's name."""
+    """Statistics of the steps of one kind; the kind is the part of a step's name before its first "/"."""
 
     records: int = 0
     bytes: int = 0
@@ -64,13 +66,14 @@ class KindStatistics:
     """The latest time at which the result of a step of one kind, such as "weights", was built or used, in
     seconds since 1970."""
     oldest_use: float = 0.0
-    """Last time of use of the result that has not been used for longest, among the steps of one kind, such as
-    "weights"; building counts as use. In seconds since 1970."""
+    """The earliest last use among the results of the steps of one kind, such as "weights": that of the result
+    that has been unused for longest. Building counts as use. In seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """The numbers and sizes of the step records and blobs in a store."""
+    """The numbers of the step records and blobs in a store, damaged ones included, and the blobs' total size
+    in bytes."""
 
     root: Path
     records: int
@@ -103,8 +106,8 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
     damaged run again. It is safe while builds run.
 
     mend: function that restores a damaged or missing file that a record lists, for example from a remote
-    cache, and returns "", or the reason why it could not. Raises StoreError when the store cannot be read.
-    """
+    cache, and returns "", or the reason why it could not; None: nothing is restored. Raises StoreError when
+    the store cannot be read."""
     damaged: list[str] = []
     mended: list[str] = []
     good: dict[str, int] = {}
@@ -143,9 +146,9 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
 
 
 def _missing(named: Iterable[tuple[str, Record]], good: Mapping[str, int], bad: Container[str]) -> list[str]:
-    """Returns descriptions of the files that step records list and the store lacks. named: (step name,
-    record) each; good: digest of an intact blob -> its size in bytes; bad: digests of damaged ones, which are
-    not missing."""
+    """Returns descriptions of the files that step records list and the store lacks, or has with another size.
+    named: (step name, record) each; good: digest of an intact blob -> its size in bytes; bad: digests of
+    damaged ones, which are not missing."""
     return [
         f"{name}: {path} (blob {digest})"
         for name, record in named
@@ -159,8 +162,8 @@ def _place(store: Store, record: Record) -> Path:
 
 
 def _condemn(store: Store, blob: Path) -> str:
-    """Removes a path below the store's directory cas/ unless it is an intact blob. Returns "", or the
-    reason why it could not be removed.
+    """Removes a path below the store's directory cas/, unless it is an intact blob by now. Returns "" if
+    nothing is left at the path, else the end of a message: "; it cannot be removed: make the store writable".
     """
     with _alone(store) as alone:
         if alone and _check(blob) is None:  # Otherwise another process has replaced it meanwhile.
@@ -173,9 +176,9 @@ def _condemn(store: Store, blob: Path) -> str:
 
 @contextmanager
 def _alone(store: Store) -> Iterator[bool]:
-    """Returns a context in which no other process can publish results to the store. It yields True, or
-    False for a store that cannot be written.
-    """
+    """Returns a context in which no other process can publish results to the store or collect its garbage;
+    waits for those that do. It yields True, or False, with nothing locked, for a store whose lock file cannot
+    be written."""
     with ExitStack() as stack:
         try:
             stack.enter_context(wait_lock(store.root / "lock", keep=True))
@@ -186,9 +189,8 @@ def _alone(store: Store) -> Iterator[bool]:
 
 
 def status(store: Store) -> Status:
-    """Counts the step records and blobs of a store, and returns their numbers and sizes. Waits for a running
-    garbage collection. Raises StoreError when the store cannot be read.
-    """
+    """Counts the step records and blobs of a store, and returns their numbers and sizes, 0 if there is no
+    store. Waits for a running garbage collection. Raises StoreError when the store cannot be read."""
     kinds: dict[str, KindStatistics] = {}
     with store.writing(), store.settled():
         named, count = _sound_records(store)
@@ -208,18 +210,17 @@ def status(store: Store) -> Status:
 
 def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None = None) -> Collected:
     """Removes old and damaged records, then every blob that no step record names, abandoned downloads, old
-    logs, and old copies of records of remote caches. Returns how many records and blobs it removed, 0 for a
-    store that does not exist.
+    logs, and old copies of records of remote caches. Returns how many records and blobs it removed and the
+    bytes of these blobs, 0 for a store that does not exist.
 
-    Records not used for `unused_days` go, and those whose blobs alone exceed `max_bytes`, for which the
-    removal of others makes no room. Of the rest, the least recently used go first, until the blobs of those
-    that stay, each counted once, have at most `max_bytes`; a record whose blobs all belong to more recently
-    used ones stays with them, because its removal frees nothing. None: no such limit. Logs and copies go if
-    they are older than `unused_days`. It is safe while builds run: then, whatever the limits, records used
-    within KEPT_RECORDS stay (a run marks its records when it plans and repeatedly until it ends), and so do
-    blobs without a record that are younger than KEPT_BLOBS (their record may be about to be written).
-    Planning and publishing wait for gc, and gc waits for them. Raises StoreError if the store cannot be read
-    or written.
+    Records not used for `unused_days` go, and those whose blobs alone exceed `max_bytes`. Of the rest, the
+    most recently used stay as long as their blobs, each counted once, have at most `max_bytes`; from the
+    first that does not fit on, only records stay whose blobs all belong to more recently used ones, since
+    their removal frees nothing. Logs and copies go if they are older than `unused_days`. None: no limit
+    of age, or of size. It is safe while builds run: then, whatever the limits, records used within
+    KEPT_RECORDS stay (a run marks its records when it plans and repeatedly until it ends), and so do blobs
+    without a record that are younger than KEPT_BLOBS (their record may be about to be written). Planning and
+    publishing wait for gc, and gc waits for them. Raises StoreError if the store cannot be read or written.
     """
     if not store.root.exists():
         return Collected(0, 0, 0)
@@ -232,22 +233,22 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
 
 @dataclass
 class _KeptBlobs:
-    """The blobs of the records that garbage collection keeps. Records must be passed from the most recently
-    used one on."""
+    """The blobs of the records that garbage collection keeps. Records must be passed to `keep` from the most
+    recently used one on."""
 
     limit: float
-    """Maximum total size of the blobs in bytes."""
+    """Maximum total size of the blobs in bytes, each counted once; infinite if there is no limit."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Digest of a blob -> its size in bytes."""
+    """Digest of each blob of the kept records -> its size in bytes."""
     total: int = 0
     is_full: bool = False
     """True once the blobs of a record exceeded the room that was left. Records used before it then go, too,
-    unless they add no bytes."""
+    unless they add no bytes or must be kept."""
 
     def keep(self, record: Record, always: bool) -> bool:
-        """Adds the blobs of a record if it adds no bytes, or if it and all more recently used records, except
-        those whose blobs alone exceed the limit, are within it; returns False if it does not fit. always:
-        True to add them in any case."""
+        """Decides whether a record is kept, adds its blobs if it is, and returns True if it is. It is kept if
+        it adds no bytes, or if its blobs fit into the room that is left and so did those of all more recently
+        used records, except those whose blobs alone exceed the limit. always: True to keep it in any case."""
         sizes = {digest: size for _, digest, size in record.rows}
         added = sum(size for digest, size in sizes.items() if digest not in self.sizes)
         if added and not always:
@@ -269,9 +270,8 @@ def _collect(
     and copies of remote caches' records older than `unused_days`. None: no limit. Returns the numbers of
     removed records and blobs, and the blobs' bytes.
 
-    young: (time, time) in seconds since 1970: records used, and blobs stored or stored again, after these
-    times stay in any case; None: no such limit.
-    """
+    young: (time, time) in seconds since 1970: records used after the first, and blobs and partial downloads
+    written after the second, stay in any case; None: none is protected."""
     used, placed = young or (inf, inf)
     cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
     by_use = sorted(_entries(store.root / "ac"), key=lambda path: path.lstat().st_mtime, reverse=True)
@@ -302,12 +302,11 @@ def _collect(
 
 def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list[tuple[str, Record]], int]:
     """Returns a list of (step name, step record) for every intact record of a store, and the number of all
-    records, damaged ones included. To save memory, the records are without the inputs that they list. The
-    store's pending warnings are discarded.
+    records that it had, damaged ones included. To save memory, the records are without the inputs that they
+    list. The store's pending warnings are discarded.
 
     damaged: list to which a message about each damaged record is appended; these records are removed. None:
-    they stay.
-    """
+    they stay."""
     records = []
     count = 0
     for path in _entries(store.root / "ac"):
@@ -327,9 +326,9 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
 
 
 def _check(blob: Path) -> int | None:
-    """Hashes a blob, and returns its size in bytes if its bytes and its path match its digest, None
-    otherwise. Also restores its mtime if a copy of the store lost it and this user may set it.
-    """
+    """Hashes a blob, and returns its size in bytes if its bytes and its path match its digest, None if they
+    do not or it is gone. Also restores its mtime if a copy of the store lost it and this user may set it.
+    Raises OSError if it cannot be read."""
     try:
         stat_result = blob.lstat()
         if blob.parent.name != blob.name[:2] or not has_bytes(blob, blob.name, stat_result.st_size):
@@ -343,9 +342,9 @@ def _check(blob: Path) -> int | None:
 
 
 def _entries(root: Path) -> Iterator[Path]:
-    """Yields the sorted paths of all that can be a step record or blob: everything in the subdirectories of
-    `root` with names of two characters, and anything else in `root`.
-    """
+    """Yields the sorted paths of all that can be a step record or blob. root: the store's directory ac/ or
+    cas/; everything in its subdirectories with names of two characters is yielded, and whatever else, a file
+    or a directory, is in it; nothing if it is missing."""
     for shelf in sorted(root.iterdir()) if root.is_dir() else []:
         if shelf.is_dir() and len(shelf.name) == 2 and not shelf.is_symlink():
             yield from sorted(shelf.iterdir())

@@ -72,9 +72,8 @@ class Backend:
         return tuple(f"{self.kernels}.{name}_kernel" for name in scheme.formats if self.kernels)
 
     def tool_versions(self, target: Target) -> Mapping[str, str]:
-        """Returns name of a program, such as the compiler -> version, for each program that determines the
-        bytes of a compiled library. Raises SetupError if a program is missing.
-        """
+        """Returns the mapping name -> version of the programs, such as the compiler, that determine the bytes
+        of a library compiled for `target`. Raises SetupError if a program is missing."""
         module, _, name = self.tools.partition(":")
         versions: Mapping[str, str] = getattr(import_module(module), name)(target)
         return versions
@@ -117,8 +116,8 @@ CPU_LAYOUTS: Mapping[str, str] = {
     "q8_k": "x16",
     "iq4_xs": "x16",
 }
-"""Name of a format -> the physical layout that CPU kernels read; each format has a file in
-mlcbuild/compiler/cpu/formats/."""
+"""Name of a format -> the physical layout that CPU kernels read, "plain", "row" or "x16"; each format has a
+file in mlcbuild/compiler/cpu/formats/."""
 
 
 def _cpu_layout(scheme: Scheme) -> str:

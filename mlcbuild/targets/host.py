@@ -19,10 +19,9 @@ _REMEDY = "describe this machine in the recipe instead, with triple, cpu and fea
 
 @lru_cache(maxsize=1)
 def host() -> tuple[str, str, tuple[str, ...]]:
-    """Returns (LLVM triple, processor, features) of this machine. Raises SetupError on any other system than
-    Linux on x86-64 or 64-bit Arm and macOS on arm64, and if the system's description of the processor cannot
-    be read.
-    """
+    """Returns (LLVM triple, processor, features) of this machine: the features with sign, such as "+aes",
+    sorted, as far as they can be checked. Raises SetupError on any other system than Linux on x86-64 or
+    64-bit Arm and macOS on arm64, and if the system's description of the processor cannot be read."""
     kind = platform.system(), platform.machine().lower()
     if kind[0] == "Linux" and kind[1] in ("x86_64", "amd64"):
         return "x86_64-unknown-linux-gnu", *x86_cpu(_cpuinfo())
@@ -59,10 +58,9 @@ def _sysctl(name: str) -> str:
 
 
 def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
-    """Parses the text of Linux's /proc/cpuinfo for an x86-64 machine, and returns (psABI level such as
-    x86-64-v3, LLVM features beyond it that can be checked, such as "+aes", sorted). For a machine below
-    x86-64-v4, no AVX-512 feature is returned.
-    """
+    """Parses the text of Linux's /proc/cpuinfo for an x86-64 machine, and returns (psABI level, such as
+    x86-64-v3, or "x86-64" for the baseline; LLVM features beyond it that can be checked, such as "+aes",
+    sorted). For a machine below x86-64-v4, no AVX-512 feature is returned."""
     present = processors.x86_features(cpuinfo)
     level, covered = "x86-64", set[str]()
     for name, added in processors.X86_LEVELS.items():

@@ -52,15 +52,15 @@ def resolve(name: str) -> Target:
 
 
 def unknown(name: str) -> str:
-    """Returns the error message for a target name that is neither a preset nor `host`."""
+    """Returns the error message for a target name that is neither a preset nor `host`, with a similar name or
+    the list of the valid ones. Raises InputError for an invalid preset, SetupError if there is none."""
     return f"target '{name}' is unknown; {did_you_mean(name, [*presets(), HOST])}"
 
 
 def read_preset(path: Path) -> Target:
     """Reads a target preset from its YAML file, which must state all properties instead of extending another
     preset; the file's name without suffix becomes the target's. Raises InputError with all problems of the
-    file.
-    """
+    file, also if it cannot be read."""
     document = read(path)
     document = schema.typed(document, "target")
     problems = Problems([*document.problems, *schema.problems(document, schema.findings(document, "target"))])
@@ -76,12 +76,11 @@ def read_preset(path: Path) -> Target:
 
 def parse(document: Document, where: Where, name: str, problems: Problems) -> Target | None:
     """Returns the target at the path `where` of a document; properties that it does not state are those of
-    the preset that it extends. Returns None if a problem was added, or if the target has no triple or no
-    processor. name: the target's name.
+    the preset that it extends. Returns None if a problem was added, or if the document has no mapping at
+    `where` or one without triple or processor. name: the target's name.
 
     The schema reports malformed values; this function adds all further problems to `problems`. Raises
-    InputError if the preset that the target extends is invalid.
-    """
+    InputError if the preset that the target extends is invalid."""
     data = document.get(where)
     if not isinstance(data, dict):
         return None
@@ -180,9 +179,8 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
 
 
 def _near(name: str, valid_names: Collection[str]) -> str:
-    """Returns the end of an error message about an unknown name: a suggestion of a similar valid name, or
-    else the file that lists the valid ones.
-    """
+    """Returns the end of an error message about the unknown name of a processor or feature: "did you mean
+    ...?" with a similar one of `valid_names`, or else the name of the file that lists the valid ones."""
     if get_close_matches(name, valid_names, n=1):
         return did_you_mean(name, valid_names)
     return "mlcbuild_format/cpus.json lists those it knows"

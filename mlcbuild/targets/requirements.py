@@ -10,8 +10,8 @@ from mlcbuild.targets.target import Target
 
 def missing_features(target: Target, host: Target) -> tuple[str, ...]:
     """Returns the LLVM features that code for `target` may use and the machine `host` lacks, among those that
-    can be checked, sorted and without sign.
-    """
+    the runtime checks before it runs code (processors.CHECKABLE), sorted and without sign; () if it lacks
+    none."""
     needed, present = _checkable(target), _checkable(host)
     return tuple(sorted(needed - present))
 

@@ -16,8 +16,8 @@ from mlcbuild.canon import Json
 Output = Literal["shared", "object", "program"]
 
 CPU = "cpu"
-"""Name of the device for which LLVM compiles libraries. For all other devices, the compiled result is a
-program of GPU kernels."""
+"""The name, "cpu", of the device for which LLVM compiles libraries. For all other devices, the compiled
+result is a program of GPU kernels."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ class Target:
     device: str = "cpu"
     """The kind of device, such as "cpu", which is a key of backends.BACKENDS."""
     output: Output = "shared"
-    """The kind of compiled file: a shared library, an object file that is linked elsewhere, or a
-    GPU program.
-    """
+    """The kind of compiled file: "shared", a shared library; "object", an object file that is linked
+    elsewhere; or "program", a GPU program."""
 
     @property
     def architecture(self) -> str:
@@ -58,8 +57,8 @@ class Target:
 
 
 def to_json(target: Target) -> dict[str, Json]:
-    """Returns a target as JSON, in the form that enters keys and bundles: its triple, cpu, features, device
-    and output, without its name."""
+    """Returns a target as a JSON object, in the form that enters keys and bundles: its triple, cpu, features,
+    device and output, without its name."""
     return {
         "triple": target.triple,
         "cpu": target.cpu,

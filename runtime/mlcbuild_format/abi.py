@@ -24,17 +24,20 @@ PAGE = 16
 
 
 class SamplingParams(NamedTuple):
-    """The sampling parameters of one row of logits. They are one row of the argument `sampling_params`,
-    float64."""
+    """The sampling parameters of one row of logits, in the order of the columns of the argument
+    `sampling_params`, float64, which has one such row for each row of logits."""
 
     inverse_temperature: float
     """The number 1 / temperature, by which logits are multiplied; 0: the most likely token is always sampled;
     a negative number: no token is sampled from this row of logits (the result is NO_TOKEN)."""
     logit_drop: float
-    """Maximum distance of a token's logit below the largest one, as a number <= 0: temperature * log(min_p).
-    Minus infinity keeps every token."""
+    """A number, at most 0, in units of the logits before temperature: a token is dropped if its logit is
+    below the largest one plus this number, which is temperature * log(min_p). Minus infinity keeps every
+    token."""
     top_p: float
-    """Nucleus sampling: the probability mass that is kept, from 0 to 1; 1 keeps every token."""
+    """Nucleus sampling: of the tokens that `logit_drop` and `top_k` keep, the fewest most likely ones stay
+    that have at least this share, from 0 to 1, of the probability of all of these, and with them those as
+    likely as the last; 1 keeps every token."""
     top_k: float
     """The number of most likely tokens from which the token is sampled; 0 means all tokens. Tokens as likely
     as the last of them count, too."""
@@ -49,19 +52,21 @@ SKIP = SamplingParams(inverse_temperature=-1.0, logit_drop=-inf, top_p=1.0, top_
 """The sampling parameters of a row of logits from which no token is sampled: their inverse temperature is
 negative."""
 NO_TOKEN, INVALID_TOKEN = -2, -1
-"""Special values in place of a sampled token: NO_TOKEN for a row of logits from which no token is to be
-sampled, INVALID_TOKEN for a row in which a logit is NaN or the largest one is infinite."""
+"""Special values, both negative, in place of a sampled token: NO_TOKEN for a row of logits from which no
+token is to be sampled, INVALID_TOKEN for a row in which a logit is NaN or the largest one is infinite, of
+either sign."""
 
 
 class LoopState(NamedTuple):
     """The progress of a decode loop: the argument `state`, int32 [3], of the library's functions for decode
     loops. Its elements are the number of steps done so far, the number of steps after which the loop pauses,
-    and the maximum number of steps."""
+    and the maximum number of steps. All three count from the loop's first step, over all calls that continue
+    it."""
 
     steps_done: int
     pause_after: int
-    """Number of finished steps at which a decode loop returns to its caller, with the inputs of the next step
-    in place, so that another call can continue."""
+    """Number of finished steps, counted over all calls that continue a decode loop, at which it returns to
+    its caller, with the inputs of the next step in place, so that another call can continue."""
     step_limit: int
     """Maximum number of steps of a decode loop, counted over all calls that continue it. After the last step,
     no inputs of another step are written."""
@@ -70,9 +75,9 @@ class LoopState(NamedTuple):
 STATE_COLUMNS = LoopState._fields
 
 MASK_ROW, MASK_BITS = 0, 1
-"""The columns of a logit mask: the index of the row of logits to which the mask applies, then the first word
-of its bits. There is one bit for each token, lowest token first, set where the token is allowed.
-"""
+"""The columns of a logit mask, int32: column 0 is the index of the row of logits to which the mask applies,
+the words of its bits begin in column 1. There is one bit for each token, lowest token first, 32 in a word,
+set where the token is allowed."""
 MASK_WORD = 32
 """Number of tokens (bits) in one word of a logit mask."""
 
@@ -84,10 +89,12 @@ class Argument:
     """The element type of an argument of a library function; None for the KV cache and the weights, whose
     types depend on the model."""
     shape: tuple[str | int, ...] = ()
-    """Sizes of the dimensions of a library function's argument, each a number, a letter that stands for a
-    size, or a sum such as "b+1"; () for a scalar, or if the library decides the shape."""
+    """Sizes of the dimensions of a library function's argument, each a number, a letter or name that stands
+    for a size (the docstring of abi.py lists them), or a sum such as "b+1"; () for a scalar, or if the
+    library decides the shape."""
     in_place: bool = False
-    """True if the library function writes into this argument."""
+    """True if the library function writes into this argument. Some that are written have False: `positions`,
+    `slots` and `kv_lengths` in a decode loop, `logits` and `tokens` in `sample_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +109,8 @@ class Function:
         return tuple(argument.name for argument in self.arguments)
 
     def index(self, name: str) -> int:
-        """Returns the position, among the function's arguments, of the argument called `name`. Raises
-        ValueError if there is none.
-        """
+        """Returns the position, from 0, of the argument called `name` among the function's arguments. Raises
+        ValueError if there is none."""
         return self.names.index(name)
 
     def ordered(self, values: Mapping[str, Value]) -> list[Value]:
@@ -160,11 +166,12 @@ _LOOP = (
 """The arguments of the library functions that run a loop of decode steps with one token per sequence, except
 those that describe the batch.
 
-Each step replaces `tokens` by the tokens that it samples; step i reads row i of `random_numbers` and writes
-row i of `sampled_tokens`. A step sets `continues` to True if the loop executes another one: no sequence with
-`stops_at_eos` has sampled one of `eos_tokens`, no token is INVALID_TOKEN, no limit in `state` is reached, and
-no thread has set `interrupt`.
-"""
+Each step replaces `tokens` by the tokens that it samples, and stores them in row i of `sampled_tokens`; i is
+the number of steps done before it (`state`), counted over all calls that continue the loop. Step 0 uses the
+random numbers in `sampling_params`, a later one row i of `random_numbers`. A step sets `continues` to True if
+the loop executes another one in this call: no sequence with `stops_at_eos` has sampled one of `eos_tokens`,
+no token is negative (INVALID_TOKEN or NO_TOKEN), no limit in `state` is reached, and no thread has set
+`interrupt`."""
 
 CREATE_CACHE = Function("create_paged_kv_cache", (Argument("num_pages", "int64"),))
 """The library function that returns an uninitialised KV cache of `num_pages` pages, passed as a shape."""
@@ -177,20 +184,20 @@ an int32 tensor."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
 """The library function that runs the model on a batch, samples a token from each row of logits into
 `sampled`, and returns the masked logits, float32 [1, q, vocab]. It also makes the copies in the KV cache that
-`forks` lists. Up to 16 rows are computed so that each row of logits has the same bits whatever else is in the
-batch.
-"""
+`forks` lists. In a batch of up to 16 new tokens, each row of logits has the same bits whatever else is in the
+batch."""
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
 """The library function for steps whose tokens belong to prompts: it runs the model on a batch, samples a
 token from each row of logits and returns the masked logits, float32 [1, q, vocab]. Its kernels are faster for
 many rows than those of the function `step`, and may round differently."""
 STEP_ON = Function("step_on", (*_LOOP, *BATCH, PARAMS))
 """The library function for a decode step with one token per sequence: it runs the model, samples a token from
-each row of logits, writes the inputs of the next step into its arguments, and returns the masked logits,
-float32 [1, n, vocab]."""
+each row of logits, changes its arguments into those of the next step (`tokens`, `positions`, `slots`,
+`kv_lengths` and the random numbers) unless the loop ends, and returns the masked logits, float32 [1, n,
+vocab]."""
 STEPS = Function("steps", (*_LOOP, *BATCH, PARAMS))
-"""The library function that repeats decode steps, one token per sequence and without masks, while the flag
-`continues` is true; it returns `continues`."""
+"""The library function that executes a decode step, with one token per sequence and no masks, and repeats it
+while the flag `continues`, which each step sets, is true; it returns `continues` and no logits."""
 SAMPLE = Function(
     "sample_tokens",
     (Argument("logits", "float32", ("q", "v")), _SAMPLING, Argument("tokens", "int32", ("q",)), _MASKS),

@@ -1,8 +1,8 @@
-"""Validates a shared library before the system's loader maps it.
+"""Validates a shared library, ELF or Mach-O, before the system's loader maps it. Raises BundleError for one
+that is damaged.
 
 The loader maps and reads what the headers declare: a damaged file would end the process with a signal instead
-of an error message. Source of the Mach-O layout: <mach-o/loader.h>.
-"""
+of an error message. Source of the Mach-O layout: <mach-o/loader.h>."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlcbuild_format.elf_image import Image, ImageError
 from mlcbuild_format.errors import BundleError
 
 MAX_LIBRARY = 2 << 30
-"""The largest library file that is read, in bytes. A larger one is refused."""
+"""The largest library file that is read, in bytes. A larger one is refused with a BundleError."""
 MODEL_SYMBOL = b"__tvm_ffi__library_bin"
 """The symbol that a model's library exports: the serialised functions of TVM's virtual machine."""
 MACHO_CPUS = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
@@ -33,9 +33,8 @@ def check_model(path: Path) -> tuple[str, str]:
     example ("linux", "x86_64").
 
     Raises BundleError for a file that cannot be read, has more than 2 GiB, is damaged, or is of another kind,
-    and for a library without the symbol that every model's library exports: it would end the process that
-    initialises it. In a Mach-O file the symbol's name is only searched for, not its export.
-    """
+    and for a library without the symbol that every model's library exports, because loading such a library
+    would end the process. In a Mach-O file the symbol's name is only searched for, not its export."""
     return _check(path, model=True)
 
 

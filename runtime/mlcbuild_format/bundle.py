@@ -1,9 +1,9 @@
 """Validates a bundle directory against its manifest before any file of the bundle is used.
 
-A bundle consists of exactly the files that its manifest lists: any other file is refused. `read` makes the
-checks of every load (files and sizes, digests of everything but weights, headers of weights and library, one
-signature everywhere); `check(full=True)` also computes the digests of the weights.
-"""
+A bundle consists of exactly the files that its manifest lists; any other file, as any failed check, raises
+BundleError. `read` makes the checks of every load (files and sizes, digests of everything but weights,
+headers of weights and library, one signature everywhere); `check(full=True)` also computes the digests of the
+weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 MAX_MANIFEST = 16 << 20
-"""The largest bundle.json that is read, in bytes."""
+"""The largest bundle.json that is read, in bytes. A larger one is refused with a BundleError."""
 
 
 def read(path: Path) -> Manifest:

@@ -12,12 +12,11 @@ ROOT = Path("/")
 
 
 def directories(controller: str, root: Path = ROOT) -> list[Path]:
-    """Returns the directories of the process's control groups and of their parents up to the mount point,
-    whose limits apply, too; some may not exist; [] on other systems than Linux. controller: its name in
-    version 1, such as "memory"; version 2 has one group for all.
+    """Returns the directories of the process's control groups, each followed by its parents up to the mount
+    point, whose limits apply, too; some may not exist; [] on other systems than Linux. controller: its name
+    in version 1, such as "memory"; version 2 has one group for all.
 
-    root: where /proc and /sys are.
-    """
+    root: the directory that contains proc/ and sys/; another than / only in tests."""
     places = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

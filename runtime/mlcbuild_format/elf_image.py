@@ -1,9 +1,9 @@
-"""Validates an ELF shared library before the system's loader maps it.
+"""Validates an ELF shared library before the system's loader maps it. Raises ImageError or struct.error for a
+library that could not be loaded safely.
 
 The loader maps what the program headers declare, follows the pointers of the dynamic section, and writes
 where relocations point, without checks of its own: a pointer that leads outside ends the process by a signal.
-Layouts: System V ABI, chapters 4 and 5, and the gABI; only 64-bit little-endian files are accepted.
-"""
+Layouts: System V ABI, chapters 4 and 5, and the gABI; only 64-bit little-endian files are accepted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ _TOGETHER = (
     (_RELR, 35, 37),
     (0x6FFFFFFE, 0x6FFFFFFF, 0x6FFFFFF0),
 )
-"""Groups of tags of an ELF library's dynamic section. A library must have all tags of a group or none."""
+"""Groups of tags of an ELF library's dynamic section. A model's library must have all tags of a group or
+none."""
 _KNOWN = {tag for tags in _TOGETHER for tag in tags} | {_STRTAB, _SYMTAB, _STRSZ, _SYMENT, _GNU_HASH, _HASH}
 _KNOWN |= {12, 13, 14, 15, 24, 29, 30, _RELACOUNT, 0x6FFFFFFB, *range(0x70000000, 0x70000010)}
 _KINDS: Mapping[str, tuple[int, frozenset[int], int]] = {
@@ -53,16 +54,17 @@ _KINDS: Mapping[str, tuple[int, frozenset[int], int]] = {
     "riscv64": (3, frozenset({2}), 5),
 }
 """Architecture -> numbers of the ELF relocation types that are accepted: (type of those that point into the
-library itself, types of those that point to symbols, type of those for slots of imported functions). Except
-on riscv64, these slots begin three words after the address in DT_PLTGOT."""
+library itself, types of those that point to symbols, type of those for slots of imported functions). The
+first of these slots must be three words of 8 bytes after the address in DT_PLTGOT, except on riscv64, where
+its place is not checked."""
 _FUNCTION, _ABSOLUTE, _THREAD_LOCAL = 2, 0xFFF1, 6
 _BINDINGS = (1, 2)
 """Symbol bindings that the check of an ELF file accepts: global and weak."""
 
 
 class ImageError(ValueError):
-    """The error for an ELF or Mach-O file that breaks a rule. Its message completes a sentence that begins
-    with "it", such as "it lacks a relocation"."""
+    """The error for an ELF or Mach-O file that breaks a rule. Its message, such as "lacks a relocation",
+    completes a sentence that begins with "it"."""
 
 
 class _Segment(NamedTuple):
@@ -211,8 +213,9 @@ class Image:
 
     def _check_model(self) -> None:
         """Raises ImageError for contents that other ELF files may have but a model's library never has:
-        unknown or repeated entries in the dynamic section, an entry without those that belong to it,
-        relocations of another kind, or a segment that can be written and executed."""
+        unknown or repeated entries in the dynamic section, only a part of the entries that belong together
+        (_TOGETHER), relocations of imported functions without addends (DT_REL), or a segment that can be
+        written and executed."""
         tags = [tag for tag, _ in self._dynamic if tag != _NEEDED]
         strange = set(tags) - _KNOWN
         if strange or len(set(tags)) < len(tags):
@@ -290,7 +293,7 @@ class Image:
 
     def _called(self) -> set[int]:
         """Returns the addresses at which the ELF library stores pointers to functions that the loader calls
-        on loading. Relocations write these pointers."""
+        when it loads or unloads the library. Relocations write these pointers."""
         tables = [
             (self._values[at], self._values[size]) for at, size in ((25, 27), (26, 28)) if at in self._values
         ]

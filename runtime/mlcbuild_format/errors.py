@@ -3,8 +3,8 @@
     ServingError                 exit code 1
     ├── BundleError              exit code 1   a bundle is damaged, inconsistent, or for another machine
     ├── SetupError               exit code 3   this machine lacks something the runtime needs
-    ├── RequestError             one request is invalid or cannot be served
-    └── EngineError              one request failed while it ran; the engine continues
+    ├── RequestError             exit code 1   one request is invalid or cannot be served
+    └── EngineError              exit code 1   one request failed while it ran; the engine continues
 
 A message is complete by itself: place, finding, remedy. It is one line without control characters, whatever
 text of a bundle or a client it quotes: see `printable`.
@@ -18,7 +18,8 @@ from mlcbuild_format.fields import printable
 
 
 class ServingError(Exception):
-    """The base class of the runtime's exceptions. `exit_code` is the exit status of the command line."""
+    """The base class of the runtime's exceptions. `exit_code` is the exit status of the command line, 1
+    unless a subclass states another."""
 
     exit_code: ClassVar[int] = 1
 
@@ -35,8 +36,9 @@ class SetupError(ServingError):
 
 
 class RequestError(ServingError):
-    """An invalid request. `param` names the field and `code` is a machine-readable word, as in OpenAI's
-    errors; `status` is the HTTP status."""
+    """An invalid request, or one that cannot be served. `param` names the field and `code` is a
+    machine-readable word, as in OpenAI's errors, both None if there is none; `status` is the HTTP status, 400
+    by default."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
