@@ -12,7 +12,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def installed() -> str:
-    """Returns the version of the installed distribution; "from source" where it runs from a checkout."""
+    """Returns the version of the installed distribution mlcbuild-runtime; "from source" where it is not
+    installed, as in a checkout."""
     try:
         return version("mlcbuild-runtime")
     except PackageNotFoundError:

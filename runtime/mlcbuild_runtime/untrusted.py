@@ -43,22 +43,23 @@ EVERY_LETTER = "".join(map(chr, range(0x20, 0x3000)))
 """A text with every character from the space (U+0020) up to U+2FFF, before the first Chinese characters, to
 try a tokenizer with."""
 TOKENS_PER_BYTE, MORE_TOKENS = 16, 1000
-"""TOKENS_PER_BYTE is the maximum number of tokens for each byte of a text, MORE_TOKENS the number that any
-text may have in addition. A tokenizer that makes far more tokens of a letter could use up all memory for a
+"""TOKENS_PER_BYTE is the maximum number of tokens for each byte of a sample text, MORE_TOKENS the number that
+it may have in addition. A bundle whose tokenizer makes more is refused: it could use up all memory for a
 prompt of allowed length."""
 _START = "from mlcbuild_runtime.untrusted import work; work()"
 _FEW_THREADS = {"TVM_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Environment variables that limit thread pools: each thread takes address space, and there may be hundreds
-of cores."""
+"""Environment variables of the child process that tries a bundle, name -> value. They limit each thread pool
+to one thread: each thread takes address space, and there may be hundreds of cores."""
 
 
 def load(
     path: Path | str, threads: int | None = None, pages: int | None = None
 ) -> tuple[Executor, Tokenizer]:
     """Loads the bundle in directory `path`, and returns its executor and its tokenizer, ready for an engine.
-    threads: number of computing threads, None for the default; pages: number of pages of the KV cache, None
-    for enough for a full batch. Raises BundleError for a damaged bundle or one for another device or
-    processor, SetupError if the machine lacks something else that loading needs."""
+    threads: number of computing threads on a CPU, None for as many as compute fastest, at most one per
+    physical core; pages: number of pages of the KV cache, None for enough for a full batch. Raises
+    BundleError for a damaged bundle or one for another device or processor, SetupError if the machine lacks
+    something else that loading needs."""
     executor = loading.load(path, threads, pages, check)
     return executor, Tokenizer.of(executor.path, executor.manifest)
 
@@ -94,9 +95,8 @@ def _parts(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _note(part: str, manifest: Manifest) -> Path | None:
-    """Returns the path of the file that records that a part of a bundle has passed its test in a child
-    process; None if the account has no cache directory.
-    """
+    """Returns the path of the file that exists once a part of a bundle has passed its test in a child
+    process; None if the account has no home directory, and so no cache directory."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         if sys.platform == "darwin":
@@ -111,8 +111,9 @@ def _note(part: str, manifest: Manifest) -> Path | None:
 
 
 def _version(part: str, manifest: Manifest) -> list[str]:
-    """Returns [name, version] of the package that reads a part of a bundle: "library", for which the name is
-    "code", or "tokenizer"."""
+    """Returns [name, version] of the Python package that loads a part of a bundle, so that the part is tested
+    again with another version. part: "tokenizer", loaded by tokenizers or sentencepiece, or "library", the
+    compiled code, whose package has the name "code" here."""
     if part == "library":
         return ["code", loading.code_version(manifest)]
     # The module's attribute, because this process imports it soon anyway; reading metadata is slower.
@@ -122,8 +123,8 @@ def _version(part: str, manifest: Manifest) -> list[str]:
 
 def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     """Loads parts of a bundle ("library", "tokenizer") in a child process, in order, up to the first one that
-    cannot be loaded. Returns (parts that were loaded, error message for the other one, or ""). Raises
-    SetupError if no process can be started, or this machine cannot run the bundle."""
+    cannot be loaded. Returns (parts that were loaded, error message for that first one, or "" if all were
+    loaded). Raises SetupError if no process can be started, or this machine cannot run the bundle."""
     how, code = f"takes more than {SECONDS:g} s", None
     try:
         process = subprocess.run(
@@ -181,8 +182,8 @@ def work() -> None:
 
 
 def _use(path: Path, tokenizer: Tokenizer) -> None:
-    """Encodes and decodes sample texts, to see whether a tokenizer works. Raises BundleError
-    if it does not."""
+    """Encodes and decodes sample texts, to see whether a tokenizer works. Raises BundleError if it cannot
+    encode one, or makes far too many tokens of it; the decoded text is not compared."""
     try:
         for sample in (*SAMPLES, EVERY_LETTER):
             tokens, size = tokenizer.encode(sample), len(sample.encode())

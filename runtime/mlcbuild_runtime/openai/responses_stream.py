@@ -16,7 +16,8 @@ from mlcbuild_runtime.openai.chat_documents import Prompt, error_document
 
 Document = dict[str, Json]
 CANCELLED = "cancelled"
-"""The code of the error with which a cancelled response ends."""
+"""The code of the RequestError that ends a response's events when the client cancels the response. The
+response itself then has the status "cancelled" and no error."""
 
 
 class ResponseOutput:
@@ -25,8 +26,9 @@ class ResponseOutput:
     last event."""
 
     def __init__(self, model: str, prompt: Prompt, shown: Mapping[str, Json]) -> None:
-        """Begins a response of /v1/responses. model: its name in the response; prompt: the prompt of the
-        answer; shown: the fields of the request that the response repeats."""
+        """Begins a response of /v1/responses. model: the model's name in the response; prompt: the length of
+        the prompt, for the response's usage, and the parser that splits the answer into reasoning, text and
+        tool calls; shown: the fields of the request that the response repeats, name -> value."""
         self.items: list[Document] = []
         self._prompt, self._reader = prompt, prompt.reader() if prompt.reader is not None else None
         self._open: Document | None = None

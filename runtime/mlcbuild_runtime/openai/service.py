@@ -25,8 +25,8 @@ from mlcbuild_runtime.text import turns
 from mlcbuild_runtime.text.tokenizer import check_length
 
 MAX_SCORES = 1 << 19
-"""Maximum number of log-probabilities that are computed for all prompts of one request. So many take about 50
-MB of memory."""
+"""Maximum number of log-probabilities of prompt tokens, counted over all prompts of one request and their `n`
+answers; a request for more is refused. So many take about 50 MB of memory."""
 MAX_DETOKENIZED = 1 << 16
 """Maximum number of tokens in a body of /detokenize, unless the context is longer."""
 COMPLETION_TOKENS = 16
@@ -95,9 +95,9 @@ def constrained(body: Mapping[str, Json]) -> bool:
 
 def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     """Returns the requests for the engine, and the reply that they fill, for a body of /v1/chat/completions.
-    Raises RequestError for an invalid field, messages that the chat template refuses, a constraint that
-    cannot be compiled, a prompt that is too long, or too many requests that wait for either (503); SetupError
-    if a child process for them cannot be started."""
+    Raises RequestError for an invalid field, messages that the chat template refuses or for which it fails, a
+    constraint that cannot be compiled, a prompt that is too long, or too many requests that wait for the
+    template or for a constraint (503); SetupError if a child process for these two cannot be started."""
     call, tokenizer = api.chat_call(body, running.manifest.serving), running.tokenizer
     form, options = Form.of(tokenizer.template.source, tokenizer.vocabulary), call.options
     prompt = rendered(running, call, form)
@@ -114,8 +114,9 @@ def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
 
 def rendered(running: Engine, call: api.ChatCall, form: Form) -> str:
     """Returns the prompt of a chat as text: its messages and tools in the bundle's chat template. form:
-    syntax of tool calls in the template. Raises RequestError for messages that the template refuses, a prompt
-    that is too long, or too many requests that wait (503); SetupError if no child process can be started."""
+    syntax of tool calls in the template. Raises RequestError if there is no template, if it refuses the
+    messages or fails, if the prompt is too long, or if too many requests wait (503); SetupError if no child
+    process can be started."""
     listed, box = call.messages, call.toolbox
     extra = {**template_variables(call.effort, call.enable_thinking), **call.template_options}
     if not form.native:
@@ -165,17 +166,18 @@ def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
 
 
 def _predicted(running: Engine, text: str) -> tuple[int, ...]:
-    """Returns the tokens of the answer that a client expects, cut to the length of the context. text: the
-    expected answer."""
+    """Returns the tokens of the answer that a client expects ("predicted outputs" in OpenAI's API), which are
+    drafted for speculative decoding; at most as many as the model's context has. text: the expected
+    answer."""
     tokens = running.tokenizer.vocabulary.encode(text[: running.longest_text], special=False)
     return tuple(tokens[: running.manifest.limits.context_window])
 
 
 def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], window: int) -> list[Ticket]:
-    """Submits all of `requests` to the engine, or none, and returns their tickets. sinks: function that
-    receives the events, for each request; window: number of unread events at which a request pauses. Raises
-    RequestError if the queue is full or a request does not fit the model, EngineError if the engine is
-    stopped."""
+    """Submits all of `requests` to the engine and returns their tickets. sinks: one function for each
+    request, which receives its events; window: number of unread events at which a request pauses. Raises
+    RequestError if the queue is full, a request does not fit the model or the engine is draining, EngineError
+    if the engine is stopped; the requests that were submitted before are then cancelled."""
     tickets: list[Ticket] = []
     try:
         for request, sink in zip(requests, sinks, strict=True):
@@ -189,10 +191,10 @@ def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], 
 
 def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the response to a request to /tokenize: {"tokens": tokens of the text in `prompt` or `content`,
-    or of the chat in `messages`, "count": their number, "max_model_len": tokens of the context}; with
-    `with_pieces` each token is an object of its number and text. Raises RequestError for an invalid field,
-    messages that the template refuses, or a text that is too long, SetupError if no child process can be
-    started."""
+    or of the chat in `messages`, "count": their number, "max_model_len": tokens of the context}. With
+    `with_pieces` each token is {"id": its number, "piece": its text, or a list of bytes if they are only part
+    of a character}. Raises RequestError for an invalid field, messages that the template refuses, or a text
+    that is too long, SetupError if no child process can be started."""
     fields = RequestBody(body, TOKENIZE)
     special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
     prompt = fields.text("prompt")
@@ -225,7 +227,7 @@ def _piece(running: Engine, token: int) -> Json:
 
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the response to a request to /detokenize, {"prompt": text, "content": the same text}: the text
-    of the tokens in its field `tokens`. Raises RequestError for an invalid field."""
+    of the tokens in its field `tokens`, without special tokens. Raises RequestError for an invalid field."""
     fields = RequestBody(body, DETOKENIZE)
     value, size = fields.get("tokens"), running.manifest.vocab_size
     listed = value if isinstance(value, list) else [None]
@@ -265,9 +267,9 @@ def _request(
 
 
 def _with_ends(running: Engine, options: api.GenerationOptions) -> Sampling:
-    """Returns the sampling parameters of a request, with the tokens that must not be sampled before the
-    answer has `min_tokens` tokens. Raises RequestError if `min_tokens` is combined with a constraint: a
-    response format or tools."""
+    """Returns the sampling parameters of a request. With `min_tokens` they include the tokens that must not
+    be sampled before the answer has so many: the end-of-sequence tokens and the request's `stop_tokens`.
+    Raises RequestError if `min_tokens` is combined with a constraint: a response format or tools."""
     if not options.sampling.min_tokens:
         return options.sampling
     if options.constraint is not None:
@@ -289,9 +291,10 @@ def _job(
     prompts: Sequence[Prompt],
     chat: bool,
 ) -> CompletionJob:
-    """Returns the requests for the engine and the reply that they fill, with `n` answers to each prompt.
-    requests, prompts: one entry for each prompt; chat: True for chat completions, False for text completions.
-    """
+    """Returns the requests for the engine and the reply that they fill, with `options.n` answers to each
+    prompt: first all answers to the first prompt. requests, prompts: for each prompt, the request of one
+    answer, and the properties of the prompt that the reply needs; chat: True for chat completions, False for
+    text completions."""
     each = [(request, choice) for request in requests for choice in range(options.n)]
     answers = tuple(
         replace(request, sampling=replace(request.sampling, choice=choice)) for request, choice in each

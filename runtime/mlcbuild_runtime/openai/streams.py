@@ -30,8 +30,9 @@ def _cancel(tickets: Sequence[Ticket]) -> None:
 
 
 def _abandonment(answers: object, tickets: Sequence[Ticket]) -> finalize[..., object]:
-    """Returns a finalizer that cancels requests if nothing refers to their answers any more. It is detached
-    once somebody reads the answers: a generator that never began runs no code when it is deleted."""
+    """Returns a finalizer that cancels requests when the object `answers` is garbage collected before its
+    events are read: a generator that never began runs no code when it is deleted. The methods that read the
+    answers detach the finalizer."""
     finalizer = finalize(answers, _cancel, tickets)
     finalizer.atexit = False
     return finalizer
@@ -41,8 +42,8 @@ class Answers:
     """The answers to requests that were submitted to an engine, for a thread that waits for their events."""
 
     def __init__(self, running: Engine, requests: Sequence[Request]) -> None:
-        """Submits requests to an engine. Raises RequestError if one cannot be served, EngineError if the
-        engine is stopped."""
+        """Submits requests to an engine, all or none. Raises RequestError if the queue is full, a request
+        does not fit the model or the engine is draining, EngineError if the engine is stopped."""
         events = self._events = SimpleQueue[tuple[int, Event]]()
 
         def sink(index: int) -> Sink:
@@ -71,7 +72,8 @@ class Answers:
 
 
 class _Post:
-    """Carries events from other threads to an event loop, waking it once for all events of a step."""
+    """Carries events from other threads to an event loop, waking it once for all events that arrive before it
+    runs, usually those of one step of the engine."""
 
     def __init__(self) -> None:
         self._carried, self._waking = deque[tuple[_Queue, int, Event]](), False
@@ -107,9 +109,10 @@ class AsyncAnswers:
     def __init__(
         self, running: Engine, requests: Sequence[Request], watch: Callable[[Sink], Sink] = _same
     ) -> None:
-        """Submits requests to an engine. watch: function that receives a sink for events and returns one that
-        also observes each event. Raises RequestError if the queue is full or a request does not fit the
-        model, EngineError if the engine is stopped."""
+        """Submits requests to an engine, all or none; an event loop must be running in this thread. watch:
+        function that receives a sink for events and returns one that also observes each event. Raises
+        RequestError if the queue is full, a request does not fit the model or the engine is draining,
+        EngineError if the engine is stopped."""
         self._events: _Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
         post = _posts.setdefault(loop, _Post())
@@ -122,16 +125,16 @@ class AsyncAnswers:
         self._abandoned = _abandonment(self, self._tickets)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yields (index of the answer, event) until all answers have ended or one has failed; an error is an
-        event, too. Answers that still run then are not cancelled."""
+        """Yields (index of the answer, event) until all answers have ended or one has failed: its error is
+        not raised, but is in the last event. Answers that still run then are not cancelled."""
         async for batch in self.batches():
             for index, event in batch:
                 yield index, event
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
         """Yields lists of (index of the answer, event), each with all events that have arrived, so that one
-        write can send them. Ends when all answers have ended or one has failed; others that still run are not
-        cancelled."""
+        write can send them. Ends when all answers have ended or one has failed: its error is not raised, but
+        is in the last event of the last list. Answers that still run then are not cancelled."""
         running, failed = len(self._tickets), False
         self._abandoned.detach()
         while running and not failed:
@@ -150,6 +153,7 @@ class AsyncAnswers:
         _cancel(self._tickets)
 
     def interrupt(self, error: ServingError) -> None:
-        """Cancels all requests; whoever reads the events receives `error` as the last one."""
+        """Cancels all requests; whoever reads the events receives `error` in the last one, which is not
+        raised and has the answer's index 0."""
         self.cancel()
         self._events.put_nowait((0, Event(error=error)))

@@ -26,11 +26,13 @@ class Tags:
 
     @property
     def closing(self) -> str:
-        """Returns the tag after a value without the line breaks around it, which some models leave out."""
+        """Returns the tag that stands after the value of each argument in a tool call, such as
+        "</parameter>", without the line breaks around it, which some models leave out."""
         return self.after.strip("\n")
 
     def write(self, arguments: Mapping[str, Json]) -> str:
-        """Returns the arguments of a tool call between tags, as a model writes them."""
+        """Returns the arguments of a tool call, key -> value, as the text between tags that a model would
+        write."""
         written = ""
         for key, value in arguments.items():
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -56,9 +58,10 @@ class TaggedReader:
         self._keys, self._is_open = 0, False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Reads more text of the arguments of a tool call. Returns (JSON text of the arguments that are
-        complete, number of characters read). The next call must begin with the characters that were not
-        read. Reading stops in front of the end of the call."""
+        """Reads more text of the arguments of a tool call. Returns (JSON text to append to what earlier reads
+        returned, with the arguments that are complete now; number of characters read). The next read must
+        begin with the characters that were not read. Reading stops in front of the end of the call, where the
+        JSON text gets its closing brace."""
         written, at, self._is_open = "", 0, True
         while (key := self._key.match(text, at)) and self._tags.closing in text:
             end = self._end.search(text, key.end())
@@ -118,8 +121,9 @@ class TagRules:
         texts: Collection[str],
     ) -> str:
         """Returns a Lark expression that matches the arguments of a tool call and the end of the call, and
-        adds the rules that it refers to. schemas: key -> JSON schema, in the order of the arguments;
-        required: keys of the arguments that are not optional; texts: keys of those whose values are texts."""
+        adds the rules for it to the attribute `listed`. schemas: key -> JSON schema, in the order in which
+        the arguments must stand; required: keys of the arguments that are not optional; texts: keys of those
+        whose values are texts."""
         later, ended = "", True
         for key, schema in reversed(list(schemas.items())):
             follow = [f"{self._literal(self._tags.before)} {later}"] * bool(later)

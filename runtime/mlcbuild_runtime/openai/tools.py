@@ -26,7 +26,7 @@ from mlcbuild_runtime.text.chat_template import Message
 
 MAX_TOOLS = 128
 ANY_TEXT = r"/(.|\n)*/"
-"""A Lark terminal that matches any text."""
+"""A Lark terminal that matches any text, with line breaks or empty."""
 _NAME = "[A-Za-z0-9_.-]{1,64}"
 
 FUNCTION: dict[str, Json] = {
@@ -146,7 +146,8 @@ def toolbox(body: RequestBody) -> Toolbox | None:
 
 def _allowed(listed: Sequence[Json], tools: Sequence[Tool]) -> tuple[Tool, ...]:
     """Returns those of `tools` to which the request restricts the model, each once. listed: entries of
-    `allowed_tools`, which name the tools. Raises RequestError for an unknown tool, or none."""
+    `allowed_tools`, which name the tools. Raises RequestError for an entry that names no tool of `tools`, or
+    if there are no entries."""
     by_name, allowed = {tool.name: tool for tool in tools}, dict[str, Tool]()
     for i, item in enumerate(listed):
         match item:
@@ -186,9 +187,10 @@ def constraint(
     """Returns the constraint, a Lark grammar, of an answer that may call tools.
 
     box: the tools, and whether a call is required; form: the syntax of calls; space: True if the answer may
-    begin with a space; answer: constraint of an answer without calls; prose: Lark terminal that matches text
-    without calls, unless the syntax of calls demands another one. Raises RequestError if the request states a
-    grammar beside tools.
+    begin with a space; answer: constraint of an answer without calls, which then excludes text before calls,
+    None for free text; prose: Lark terminal of that free text, unless the syntax of calls demands another
+    one. Where a call is required, `answer` and `prose` have no effect; otherwise RequestError is raised if
+    `answer` is a grammar of the request.
     """
     rules, calls = _calls(box.tools, form)
     lead, last = form.literal(form.lead), form.literal(form.last)
@@ -241,8 +243,9 @@ def _calls(tools: Sequence[Tool], form: Form) -> tuple[list[str], str]:
 
 
 def _tagged(tool: Tool) -> tuple[dict[str, dict[str, Json] | bool], list[Json], frozenset[str]]:
-    """Returns (key -> JSON schema that is understood without the tool's other parameters, keys of the
-    parameters that are required, keys of those that are texts)."""
+    """Returns three values that describe a tool's parameters: (key -> its JSON schema, with the tool's
+    `$defs` and `definitions` so that references in it resolve; keys of the required parameters; keys of those
+    whose values are texts)."""
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
     schemas: dict[str, dict[str, Json] | bool] = {
         key: {**schema, **shared} if isinstance(schema, dict) else bool(schema)
@@ -289,9 +292,9 @@ def documents(box: Toolbox) -> list[Json]:
 
 
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
-    """Returns the messages of a chat for a template without support for tools: tool calls become text, their
-    results messages of the user, and the system message, a new one if there is none, also describes the
-    tools. box: the tools of the request, None for none; form: the syntax of calls."""
+    """Returns the messages of a chat, as a new list, for a template without support for tools: tool calls
+    become text, their results messages of the user, and the system message, a new one if there is none, also
+    describes the tools. box: the tools of the request, None for none; form: the syntax of calls."""
     as_text: list[Message] = []
     names: dict[Json, str] = {}
     for message in messages:

@@ -21,14 +21,16 @@ SHORT = 64 << 10
 """Maximum bytes of a chat, as JSON with its template, that counts as short: it is rendered in milliseconds,
 and does not wait for long ones, which may take tenths of a second."""
 SHORT_WAITING, LONG_WAITING = 48, 16
-"""SHORT_WAITING is the maximum number of requests with short chats that may wait to have their prompts
-rendered by one model's template, LONG_WAITING the maximum number of those with long chats."""
+"""SHORT_WAITING is the maximum number of requests with short chats (at most SHORT bytes) that may wait to
+have their prompts rendered by one model's template, LONG_WAITING the maximum number of those with long chats.
+Beyond it one request is refused with status 503: the new one, or one of a client that has at least two more
+waiting."""
 LONGEST_WAIT = 5.0
 """Maximum seconds that a request waits for its turn while the prompts of other requests are rendered, one at
 a time; then it is refused with status 503."""
 LONG_NICE = 5
-"""Niceness (0 is normal, 19 the lowest priority) of the child process that renders long chats as prompts:
-those of more than 64 KiB (SHORT)."""
+"""Increment of the niceness (19 is the lowest priority) for the child process that renders long chats as
+prompts: those of more than 64 KiB (SHORT)."""
 
 Message = Mapping[str, Json]
 
@@ -43,7 +45,9 @@ def find_template(path: Path, config: Mapping[str, Json], present: Collection[st
 
     `config` is its tokenizer_config.json, and `present` the names of the files that may be read. The file
     chat_template.jinja comes before `config`, and that before chat_template.json; of several named templates,
-    the one called `default` is returned. Raises BundleError for a file that cannot be read."""
+    the one called `default` is returned, None if there is no such one. Raises BundleError for a file that
+    cannot be read.
+    """
     file, other = TEMPLATES
     if file in present:
         return files.read_text(path / file, MAX_TEMPLATE)
@@ -72,9 +76,10 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Json]) -> str:
         """Returns the text of the prompt for an answer to `messages`. options: more variables for the
-        template. Raises RequestError: 400 if there is no template, or with the template's own message if it
-        refuses the messages, 422 if it fails or takes too long, 503 if too many requests wait or the server
-        is stopping; SetupError if no child process can be started."""
+        template. Raises RequestError: 400 if there is no template, if `options` cannot be encoded as UTF-8,
+        or with the template's own message if it refuses the messages, 422 if it fails or takes too long, 503
+        if too many requests wait or the server is stopping; SetupError if the child process cannot be started
+        or ends with code 1."""
         if self._source is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or build the bundle from a checkpoint"
@@ -95,7 +100,8 @@ class ChatTemplate:
         raise AssertionError
 
     def close(self) -> None:
-        """Ends templates that are being rendered, and their processes. Any thread may call it."""
+        """Ends templates that are being rendered, and their processes, for good: their requests and all later
+        ones get RequestError (503). Any thread may call it."""
         self._short.close()
         self._long.close()
 
@@ -108,14 +114,15 @@ class _Renderer:
         self.child = Child("mlcbuild_runtime.text.jinja", "renders chat templates", lambda: niceness)
         self._turns = FairLock(waiting)
         self._patience = LONGEST_WAIT
-        """Maximum seconds that a request waits while the prompts of others are rendered; 0 after a prompt
-        that took too long, since the next probably would, too."""
+        """Maximum seconds that a request waits while the prompts of others are rendered. It is 0 after a
+        prompt that took too long or ended the process, since the next probably would, too, until the process
+        has answered one: meanwhile requests that would have to wait are refused."""
 
     def answer(self, line: bytes) -> Json:
         """Sends a line, a template with its variables, to the child process and returns its answer: a JSON
         object with the prompt or the reason of a failure. Raises RequestError: 422 if the template takes too
         long or its process ends, 503 if too many requests wait, one waits too long or the server is stopping;
-        SetupError if no process can be started."""
+        SetupError if no process can be started or it ends with code 1."""
         most = jinja.seconds(len(line))
         try:
             with self._turns.turn(self._patience):
@@ -140,15 +147,15 @@ class _Renderer:
 
 def failed(reason: str) -> RequestError:
     """Returns the error for a chat template that fails. Its status 422 means that sending the request again
-    will not help."""
+    will not help. reason: text that the message states, as one line."""
     return RequestError(
         f"the bundle's chat template fails: {one_line(reason)}", code="template_failed", status=422
     )
 
 
 def one_line(text: str) -> str:
-    """Returns a text as one line of at most 300 characters, with "..." at the end of a longer one, with
-    single spaces and without control characters that a terminal would obey."""
+    """Returns a text as one line of at most 300 characters, with single spaces; control characters, which a
+    terminal would obey, become spaces. A longer text is cut to 297 characters and "..."."""
     printable = "".join(letter if letter.isprintable() else " " for letter in text[:2000])
     printable = " ".join(printable.split())
     return printable if len(printable) <= 300 else f"{printable[:297]}..."

@@ -64,9 +64,9 @@ class Child:
 
     def __init__(self, module: str, purpose: str, hello: Callable[[], object] | None = None) -> None:
         """Creates the child process, which starts at its first use. module: module with the function `work`
-        that it runs; purpose: what the process does, as a verb, for error messages; hello: function that
-        returns the JSON document to send first to each new process, whose answer means that the process is
-        ready; None for none."""
+        that it runs; purpose: what the process does, as a verb such as "renders chat templates", for error
+        messages; hello: function that returns the JSON document to send first to each new process, whose
+        answer means that the process is ready; None for none."""
         self._module, self._purpose, self._hello = module, purpose, hello
         self.process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None
@@ -80,10 +80,10 @@ class Child:
         return self.ask_line(as_line(document), patience)
 
     def ask_line(self, line: bytes, patience: float) -> Json:
-        """Sends a JSON document, as one line with its line feed, to the child process and returns its answer.
-        Raises EndedError if there is none within `patience` seconds or the process ends, StoppingError once
-        the method `close` was called, and SetupError if no process can be started or it ends with exit code
-        1. After an error the process is killed; the next call starts another one."""
+        """Sends a JSON document, as one line with its line feed, to the child process and returns its answer,
+        parsed. Raises EndedError if there is none within `patience` seconds or the process ends,
+        StoppingError once the method `close` was called, and SetupError if no process can be started or it
+        ends with exit code 1. After an error the process is killed; the next call starts another one."""
         process = self._running()
         try:
             answer: Json = json.loads(self._exchange(process, line, patience))
@@ -158,7 +158,8 @@ class Child:
 
 
 def as_line(document: object) -> bytes:
-    """Returns a JSON document as one line of bytes, the form in which a child process reads it."""
+    """Returns a JSON document as one line of bytes with its line feed, the form in which a child process
+    reads it."""
     return json.dumps(document).encode() + b"\n"
 
 

@@ -23,19 +23,21 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 SECONDS, SECONDS_PER_MIB = 2.0, 0.5
-"""Maximum CPU seconds for rendering one prompt, and for each MiB of its messages in addition: the template of
-Qwen3 takes 0.2 s for 7 MiB in 170,000 messages."""
+"""SECONDS is the maximum CPU time, in seconds, for rendering one prompt; SECONDS_PER_MIB is added for each
+whole MiB of its messages and template. The template of Qwen3 takes 0.2 s for 7 MiB in 170,000 messages."""
 MEMORY = 256 << 20
-"""Maximum bytes of memory for rendering one prompt, on systems with such a limit."""
+"""Maximum bytes of address space that the process which renders prompts may add to its size at the start, on
+systems with such a limit."""
 TEXT = 16 << 20
 """Maximum size of a prompt in bytes."""
 ERROR = 2000
-"""Maximum length, in characters, of the reason that an error states."""
+"""Maximum length, in characters, of the message with which the child process reports that a chat template
+refuses a chat or fails; the rest is cut off."""
 
 
 def seconds(size: int) -> float:
-    """Returns the maximum CPU seconds for rendering a chat template. size: bytes of the JSON document with
-    the template and its variables."""
+    """Returns the maximum CPU seconds for rendering a chat template, which rise with each whole MiB of
+    `size`: the bytes of the JSON document with the template and its variables."""
     return SECONDS + SECONDS_PER_MIB * (size >> 20)
 
 
@@ -67,8 +69,8 @@ def _answer(request: Mapping[str, Json], templates: dict[str, Template], size: i
     """Renders a chat template, and returns {"text": the prompt}, {"refused": the template's message} or
     {"failed": the reason}. A template that takes too much CPU time ends the process by a signal.
 
-    templates: cache, source -> compiled template; size: bytes of the request. Only the template's work is
-    timed: reading and writing texts is bounded by their size.
+    templates: cache, source -> compiled template; size: bytes of the request, by which the CPU time is
+    limited. Only the template's work is timed: reading and writing texts is bounded by their size.
     """
     source, variables = str(request["source"]), request["variables"]
     assert isinstance(variables, dict)
@@ -101,8 +103,8 @@ class _Arguments(dict[str, Json]):
 
 
 def _mark_arguments(messages: Json) -> None:
-    """Replaces the arguments of all tool calls in the messages of a chat by objects that templates may also
-    append to texts."""
+    """Replaces, in place, the arguments of all tool calls in the messages of a chat by objects that templates
+    may also append to texts. Arguments that are no JSON object stay as they are."""
     for message in messages if isinstance(messages, list) else ():
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for call in calls if isinstance(calls, list) else ():
@@ -143,8 +145,8 @@ class _TooLongError(Exception):
 
 
 def compiled(source: str) -> Template:
-    """Returns the compiled template of a Jinja source text. Raises any exception of Jinja or Python for an
-    invalid one."""
+    """Compiles the source text of a chat template with Jinja, anew at each call, and returns the template.
+    Raises any exception of Jinja or Python for an invalid one."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -28,13 +28,14 @@ MAX_CONFIG = 32 << 20
 
 
 class Tokenizer:
-    """The tokenizer of a bundle or of a checkpoint's directory."""
+    """The tokenizer of a bundle or of a checkpoint's directory: vocabulary, chat template, BOS and
+    end-of-sequence tokens. It converts texts and chats to tokens, and tokens to text."""
 
     def __init__(
         self, vocabulary: Vocabulary, template: ChatTemplate, bos: int | None, eos: Iterable[int]
     ) -> None:
-        """Creates a tokenizer from its parts. template: the chat template; bos: the token that begins a
-        prompt, if any; eos: the end-of-sequence tokens."""
+        """Creates a tokenizer from its parts. template: the chat template; bos: number of the token that
+        begins a prompt, None for none; eos: numbers of the end-of-sequence tokens."""
         self.vocabulary, self.template, self.bos, self.eos = vocabulary, template, bos, frozenset(eos)
 
     @classmethod
@@ -42,7 +43,7 @@ class Tokenizer:
         """Returns the tokenizer of the bundle in directory `path`, from the files that its manifest lists.
 
         Untrusted files may end the process: mlcbuild_runtime.untrusted tries them in a child process first.
-        Raises BundleError for damaged files.
+        Raises BundleError for missing or damaged files.
         """
         tokenizer = cls.load(path, manifest.serving, manifest.files)
         tokenizer.eos = frozenset(token for token in tokenizer.eos if token < manifest.vocab_size)
@@ -55,9 +56,9 @@ class Tokenizer:
         """Returns the tokenizer whose files are in directory `path`. Raises BundleError for missing or
         damaged files.
 
-        serving: special tokens that the bundle states: a message ends at each of its end-of-sequence tokens,
-        and at the tokenizer's own eos_token. names: the files that may be read; None for all files of a
-        tokenizer that exist.
+        serving: special tokens that a bundle states, None for none: its BOS, if any, replaces the
+        tokenizer's, and a message ends at each of its end-of-sequence tokens and at the tokenizer's own
+        eos_token. names: the files that may be read; None for all files of a tokenizer that exist.
         """
         serving = serving or Serving()
         allowed = FILES if names is None else [name for name in FILES if name in names]
@@ -96,8 +97,8 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the tokens of the prompt for an answer to `messages`. options: more variables for the chat
         template. Raises RequestError if there is no template, if it refuses the messages or fails, if too
-        many requests wait for it, or for a prompt of more than `longest` bytes (None: no limit), SetupError
-        if no child process can be started to render it."""
+        many requests wait for it (503), or for a prompt of more than `longest` bytes (None: no limit),
+        SetupError if no child process can be started to render it."""
         return self.vocabulary.encode(self.rendered(messages, options, longest), special=False)
 
     def rendered(
@@ -108,8 +109,8 @@ class Tokenizer:
     ) -> str:
         """Returns the text of the prompt for an answer to `messages`, with all special tokens, which the chat
         template writes itself. options: more variables for the template. Raises RequestError if there is no
-        template, if it refuses the messages or fails, if too many requests wait for it, or for a prompt of
-        more than `longest` bytes (None: no limit), SetupError if no child process can be started to render
+        template, if it refuses the messages or fails, if too many requests wait for it (503), or for a prompt
+        of more than `longest` bytes (None: no limit), SetupError if no child process can be started to render
         it."""
         text = self.template.render(messages, options or {})
         check_length(text, longest)
@@ -119,19 +120,20 @@ class Tokenizer:
         self, stop: Sequence[str] = (), message: bool = False, shown: Mapping[int, str] | None = None
     ) -> TextStream:
         """Returns a converter from the tokens of one answer to text. stop: texts at which the answer ends;
-        message: True for a whole message, False for the continuation of a text; shown: special token -> text
-        that stands for it."""
+        message: True for a whole message, which loses the space that some tokenizers put first, False for the
+        continuation of a text; shown: number of a special token -> text that stands for it, while other
+        special tokens have no text."""
         return TextStream(self.vocabulary, stop, message and self.vocabulary.leading_space, shown)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of a whole sequence of tokens, without special tokens and without the space that
-        some tokenizers put first."""
+        some tokenizers put first. Invalid UTF-8 becomes U+FFFD."""
         stream = self.stream(message=True)
         return "".join([*(stream.push(token) for token in tokens), stream.finish()])
 
     def offsets(self, tokens: Iterable[int]) -> list[int]:
-        """Returns for each token the index of the character at which its text begins in the text of all
-        tokens."""
+        """Returns for each token the index of the character at which its text begins in the decoded text of
+        all tokens. A token with part of a character has that character's index."""
         stream, sizes = self.stream(message=True), [0]
         for token in tokens:
             sizes.append(len(stream.push(token)))

@@ -1,9 +1,9 @@
 """Defines a lock that one thread holds at a time, and for which clients are served in turn.
 
 The threads of one client are served in order of arrival, unless some of them are delayed behind the others.
-Before the next thread of a client, at most one thread of each other client is served. Where cheap and
-expensive work have separate locks, the queue for expensive work should be long: a client that is refused
-there tries again at once, and joins the queue for cheap work first.
+Before the next thread of a client, at most one thread of each other client is served. Where work goes through
+a lock for its cheap part and then one for its expensive part, the second queue should be as long as the
+first: a client that it refuses sends its request again at once, which then waits in the first queue again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Queue: TypeAlias = list[tuple[float, Future[None]]]
-"""The threads of one client that wait for a lock, the next one first: (time in seconds by which the thread
-counts as arrived, future that is set when it gets the lock).
-"""
+"""The threads of one client that wait for a lock, the next one first: (value of time.monotonic(), in seconds,
+by which the thread counts as arrived, future that is set when it gets the lock)."""
 client: ContextVar[str] = ContextVar("client", default="")
 """The address of the client for which the current thread or task works; "" if there is none."""
 
@@ -38,8 +37,9 @@ class CrowdedError(Exception):
 class FairLock:
     """A lock with a bounded queue that serves clients in turn, and each client's threads in order of arrival.
 
-    A thread that meets a full queue displaces the last one of the client with the most threads in it, if
-    that client has at least two more than its own.
+    A thread that meets a full queue displaces the last one of the client with the most threads in it, if that
+    client has at least two more than its own; otherwise it is refused. Displaced and refused threads get
+    CrowdedError.
     """
 
     def __init__(self, most: int) -> None:
@@ -51,15 +51,16 @@ class FairLock:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of threads that wait for this lock, which one thread at a time may hold."""
+        """Returns the number of threads that wait for this lock, without the one that holds it."""
         with self._lock:
             return self._count()
 
     @contextmanager
     def turn(self, seconds: float | None = None, delay: float = 0.0) -> Iterator[None]:
         """Waits for the lock, up to `seconds` or without limit for None, and holds it while the context is
-        open. delay: seconds for which threads of the same client that arrive later still go first. Raises
-        CrowdedError if the queue is full, the time passes, or another client's thread takes the place."""
+        open. The context variable `client` names the client. delay: seconds for which threads of the same
+        client that arrive later still go first. Raises CrowdedError if the queue is full, the time passes, or
+        a thread of another client takes this one's place in the full queue."""
         mine = self._enter(client.get(), time.monotonic() + delay)
         try:
             if mine is not None:
@@ -74,9 +75,10 @@ class FairLock:
 
     def _enter(self, name: str, arrival: float) -> Future[None] | None:
         """Acquires the lock and returns None if it is free. Otherwise puts the thread into the queue of the
-        client `name`, and returns a future that is set when the thread holds the lock. arrival: time by which
-        the thread's place in the queue is chosen. Raises CrowdedError if the queue is full, and no other
-        client has two more threads in it, of which one could be removed."""
+        client `name`, and returns a future that is set when the thread holds the lock. arrival: time, on the
+        clock of time.monotonic(), by which the thread's place among this client's threads is chosen. Raises
+        CrowdedError if the queue is full, and no client has at least two more waiting threads than this one,
+        so that its last could be removed."""
         with self._lock:
             if not self._taken:
                 self._taken = True
@@ -89,7 +91,7 @@ class FairLock:
 
     def _count(self) -> int:
         """Removes the waiting threads whose time limit has passed from the queues for the lock, and returns
-        the number of those that still wait."""
+        the number of those that still wait. The caller must hold `_lock`."""
         for name, queue in tuple(self._waiting.items()):
             left = [(arrival, each) for arrival, each in queue if not each.cancelled()]
             if left:
@@ -99,8 +101,9 @@ class FairLock:
         return sum(map(len, self._waiting.values()))
 
     def _displace(self, name: str) -> None:
-        """Removes the last waiting thread of the client that has the most, to make room for a thread of the
-        client `name`. Raises CrowdedError if the other client would then have fewer threads than this one."""
+        """Removes the last waiting thread of the client that has the most, which gets CrowdedError, to make
+        room for a thread of the client `name`. Raises CrowdedError if the other client would then have fewer
+        waiting threads than this one with its new thread."""
         largest = max(self._waiting.values(), key=len, default=Queue())
         if len(largest) < len(self._waiting.get(name, ())) + 2:
             raise CrowdedError

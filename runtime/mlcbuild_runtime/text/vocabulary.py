@@ -29,7 +29,8 @@ _SPACE = "▁"
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
-"""The characters with Unicode's property White_Space. Python's `str.strip` strips four more."""
+"""The characters with Unicode's property White_Space, which added tokens with `rstrip` remove after them.
+Python's `str.strip` strips four more."""
 _CLEANED = {
     **{f" {mark}": mark for mark in ".?!,"},
     " ' ": "'",
@@ -50,8 +51,9 @@ class Vocabulary(Protocol):
     carries one."""
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Returns the tokens of a text. special: True if BOS and other tokens of prompts are added. Raises
-        RequestError for a text that the tokenizer cannot read."""
+        """Returns the tokens of a text. special: True if BOS and other tokens of prompts are added; special
+        tokens that the text spells out are recognized in either case. Raises RequestError for a text that the
+        tokenizer cannot read."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -143,21 +145,22 @@ class JsonVocabulary:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the message of an error of the tokenizers library, which raises a bare Exception for invalid
-    input and an unnamed BaseException where its code panics. Raises any other error again."""
+    """Returns the message, of at most 300 characters, of an exception from the tokenizers library: any
+    Exception, or the PanicException of its Rust code, which is a BaseException without a public name. Raises
+    any other error, such as KeyboardInterrupt, again."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return printable(error, 300)
     raise error
 
 
 MOST_GROWTH = 64
-"""Maximum factor by which replacements in a tokenizer may make a text longer. Usual ones replace a space by
-one letter."""
+"""Maximum factor by which replacements in a tokenizer's normalizer may make a text longer, in characters; a
+tokenizer with a larger one is refused. Usual ones replace a space by one letter."""
 
 
 def _growth(tokenizer: Tokenizer) -> int:
     """Returns the largest factor by which the replacements in a tokenizer's normalizer may make a text
-    longer; 1 without a normalizer."""
+    longer, in characters: the product over its steps; 1 without a normalizer."""
     if tokenizer.normalizer is None:
         return 1
     growth, steps = 1, [json.loads(tokenizer.normalizer.__getstate__())]
@@ -170,7 +173,7 @@ def _growth(tokenizer: Tokenizer) -> int:
 
 def _decoder_steps(tokenizer: Tokenizer) -> dict[str, Json]:
     """Returns the settings of each step of a tokenizer's decoder: type of the step -> its JSON object in
-    tokenizer.json; {} without a decoder."""
+    tokenizer.json, that of the last step of this type; {} without a decoder."""
     if tokenizer.decoder is None:
         return {}
     state = json.loads(tokenizer.decoder.__getstate__())
@@ -204,8 +207,9 @@ def _piece_bytes(piece: str, fallback: bool) -> bytes:
 
 def _word_piece(piece: str, settings: Json) -> bytes:
     """Returns the UTF-8 bytes that a token of a WordPiece vocabulary contributes to a text, with a space in
-    front unless the token continues a word. settings: JSON object of the tokenizer's decoder, which names the
-    prefix of continuing tokens."""
+    front unless the token continues a word. settings: JSON object of the tokenizer's decoder, with the
+    `prefix` of continuing tokens, and `cleanup`, True if spaces before punctuation and contractions are
+    removed."""
     assert isinstance(settings, dict)
     prefix = str(settings["prefix"])
     text = piece[len(prefix) :] if piece.startswith(prefix) else f" {piece}"
@@ -303,7 +307,7 @@ def _names(listed: Json) -> list[str]:
 
 def _added_tokens(config: Mapping[str, Json]) -> dict[int, tuple[str, bool]]:
     """Returns number of a token -> (text, True if the token is special), from the field
-    `added_tokens_decoder` of a tokenizer's config."""
+    `added_tokens_decoder` of a tokenizer's config, without invalid entries; {} if there is no such field."""
     listed = config.get("added_tokens_decoder")
     added = {}
     for token, entry in listed.items() if isinstance(listed, dict) else ():
