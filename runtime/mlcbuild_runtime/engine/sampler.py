@@ -32,8 +32,8 @@ be sampled; the caller may modify the array."""
 class Backoff:
     """Decides, for an answer with a constraint, whether the next token is sampled first and then checked
     against the grammar (cheap), or sampled under a logit mask. Exponential back-off: after each violation the
-    next 1, 3, 7, ... or at most 64 tokens are sampled under a mask, and each sample that fits halves this
-    number."""
+    next 1, 3, 7, ... or at most 64 tokens are sampled under a mask, and each token sampled without a mask
+    that fits halves this number."""
 
     LONGEST = 64
 
@@ -95,9 +95,10 @@ class Sampler:
         return SKIP if number is None else (*self._sampling.columns, number)
 
     def _first_number(self, position: int) -> float | None:
-        """Returns the random number with which the device samples the token at index `position` of the
-        answer, and sets the sampler's attribute `mask` to the logit mask for it, or to None if it samples
-        without one. Returns None if the host must sample the token."""
+        """Returns the random number, in [0, 1), with which the device samples the token at index `position`
+        of the answer, and sets the sampler's attribute `mask` to the logit mask for it, or to None if it
+        samples without one. Returns None if the host must sample the token: it needs a mask, and
+        log-probabilities are requested or the constraint is too costly to follow."""
         matcher, self.mask = self._matcher, None
         if matcher is None or self._tries(self._backoff, position):
             return self._numbers.at(position)
@@ -112,25 +113,26 @@ class Sampler:
     def next_number(self, position: int) -> float | None:
         """Returns the random number, in [0, 1), with which the device samples the token at index `position`
         of the answer, in a burst of steps whose earlier tokens are not delivered yet. Stores the logit mask
-        for it in the attribute `mask`, None if it is sampled without one. Returns None if the device must not
-        sample the token: the host samples it, or the constraint allows only one continuation for the next two
-        bytes, or only the end."""
+        for it in the attribute `mask`, None if it is sampled without one. Returns None if the burst must end
+        before this token: the host must sample it, or the constraint allows only the end, or only one
+        continuation for the next two bytes or more, whose tokens are appended without sampling."""
         matcher = self._matcher
         if matcher is None:
             return self._numbers.at(position)
         return None if matcher.finished or matcher.forces else self._first_number(position)
 
     def _tries(self, backoff: Backoff, position: int) -> bool:
-        """Returns True if a token at `position` should be sampled without a mask first, and checked against
-        the grammar afterwards: the back-off allows it, and top_k, min_p and top_p exclude no tokens."""
+        """Returns True if the token at index `position` of the answer should be sampled without a mask first,
+        and checked against the grammar afterwards: `backoff` requires no mask after earlier violations, and
+        the request's top_k, min_p and top_p exclude no tokens."""
         return backoff.due(position) and not self._sampling.filters
 
     def token(self, logits: ReadLogits, drawn: int, position: int) -> int:
-        """Returns the token at index `position` of the answer, which the constraint allows, if there is one;
-        the caller must then pass it to the method `add`. drawn: the token that the device sampled, or
-        NO_TOKEN (-2) for none; logits: function that returns the row of logits, for sampling on the host.
-        Raises ServingError for invalid logits (a NaN or an infinite maximum), or a constraint that is too
-        costly to follow."""
+        """Returns the token at index `position` of the answer; if the request has a constraint, the
+        constraint allows the token. The caller must then pass it to the method `add`. drawn: the token that
+        the device sampled, or NO_TOKEN (-2) for none; logits: function that returns the row of logits, for
+        sampling on the host. Raises ServingError for invalid logits (a NaN or an infinite maximum), or a
+        constraint that is too costly to follow."""
         if self.mask is not None and drawn != NO_TOKEN:
             self.mask = None
             return checked(drawn)
@@ -139,9 +141,11 @@ class Sampler:
         return drawn
 
     def propose(self, logits: Floats, position: int, draft: list[int]) -> int:
-        """Returns the token that follows a draft, sampled from a draft model's logits. position: index in the
-        answer at which the draft begins. Raises ServingError for invalid logits (a NaN or an infinite
-        maximum), or a constraint that is too costly to follow."""
+        """Returns the token that follows a draft, sampled from a draft model's logits; a constraint allows
+        it. The sampler does not change. logits: one row, float32 [vocabulary], for the position after the
+        draft; position: index in the answer at which the draft begins; draft: its tokens so far. Raises
+        ServingError for invalid logits (a NaN or an infinite maximum), or a constraint that is too costly to
+        follow."""
         matcher = None if self._matcher is None else self._matcher.after(draft)
         return self._choose(logits.copy, NO_TOKEN, matcher, (position, draft), copy(self._backoff))
 

@@ -1,4 +1,5 @@
-"""Decides which requests run, and on which pages. It knows neither threads nor the model."""
+"""Decides which requests run, and which pages of the KV cache they use. It knows neither threads nor the
+model."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ Llama-3.2-1B compute; `ci/bench/constants --bundle BUNDLE scheduler.SCORED` comp
 
 
 class Schedule:
-    """The waiting and the running requests, both sorted by rank: priority, then order of arrival; the lowest
-    goes first.
+    """The waiting and the running requests, both sorted by rank: the lowest priority number goes first, then
+    the earliest arrival.
 
-    A request is admitted when the batch has a place, and when there are pages for its prompt and one more for
-    each running request. Pages for the answer are allocated as it grows. When there are none, the request of
-    the highest rank is preempted, if possible one that is paused until its client has read events: it frees
-    its pages and waits again. Its computed pages stay in the prefix cache until they are needed; the rest is
-    computed again. The request of the lowest rank is not preempted for others unless it is paused, so that
-    all requests finish."""
+    A request is admitted when the batch has a place, and when there are KV cache pages for all its tokens so
+    far, and one more for each running request. Pages for the answer are allocated as it grows. When no page
+    is left, the last running request is preempted, if possible one that is paused until its client has read
+    events: it frees its pages and waits again. Its computed pages stay in the prefix cache until they are
+    needed; the rest is computed again. The first request is not preempted for others unless it is paused, so
+    that all requests finish."""
 
     def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:
         """Creates a schedule without requests. pages: the pages of the KV cache; page_size: number of tokens
@@ -54,10 +55,10 @@ class Schedule:
         sequence.pages = []
 
     def admit(self) -> None:
-        """Admits waiting requests in the order of their rank, as long as there are places in the batch and
-        pages of the KV cache, for which paused running requests are preempted. Requests that are paused, or
-        whose prompt shares pages that a running request computes now, are skipped; a request that waits for
-        pages is not overtaken."""
+        """Admits waiting requests in the order of priority, then of arrival, as long as there are places in
+        the batch and KV cache pages; paused running requests are preempted to provide them. Requests that are
+        paused, or whose prompt shares pages that a running request computes now, are skipped; a request that
+        waits for pages is not overtaken."""
         if len(self.active) >= self._max_batch and not any(s.resting for s in self.active):
             return
         for sequence in list(self.waiting):
@@ -83,7 +84,7 @@ class Schedule:
     def scored(self, room: int) -> list[tuple[Sequence, int]]:
         """Returns [(sequence, number of prompt tokens to compute)] for the first running sequence whose
         prompt needs log-probabilities and is not computed yet; [] if there is none. room: maximum number of
-        tokens, of which at most 64 (SCORED) are computed.
+        tokens to compute; a number above 64 (SCORED) counts as 64.
 
         It gets a separate step: kernels may round many rows' logits differently, which must not change other
         answers."""
@@ -115,7 +116,8 @@ class Schedule:
 
     def stretch(self, sequence: Sequence, count: int) -> int:
         """Allocates KV cache pages for the next token of a sequence and up to `count` more after it, without
-        preempting a request. Returns the number of these further tokens for which there are pages."""
+        preempting a request. Returns the number of these further tokens for which there are pages, which may
+        be less than `count`; -1 if there is none even for the next token."""
         while len(sequence.pages) * self._page_size <= sequence.length + count:
             more = self.pages.take(1)
             if more is None:
@@ -138,7 +140,8 @@ class Schedule:
 
     def prune(self, sequence: Sequence) -> None:
         """Ends a sequence's draft tree (the draft and its branches): frees its KV cache pages except those of
-        the accepted path, which become the sequence's; no keys or values are copied."""
+        the path that the last step accepted (`draft.best_path`), which become the sequence's; no keys or
+        values are copied."""
         draft = sequence.draft
         if not draft.branches:
             return
@@ -171,7 +174,7 @@ class Schedule:
 
     def _leave_window(self, sequence: Sequence, count: int) -> None:
         """Frees the first `count` pages of a sequence, which are outside the attention window of all future
-        tokens, and puts GONE into their places of its list."""
+        tokens, and puts GONE into their places of its list; those that were freed before are skipped."""
         first = count
         while first and sequence.pages[first - 1] != GONE:
             first -= 1
@@ -230,8 +233,8 @@ class Schedule:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Frees the pages of a running request and makes it wait again; the full ones stay in the prefix
-        cache until they are needed."""
+        """Frees the pages of a running request and makes it wait again, without losing tokens of its answer;
+        the full pages stay in the prefix cache until they are needed."""
         self.pages.keep(sequence.keys(self._page_size, sequence.length), sequence.pages)
         self.pages.release(sequence.pages)
         sequence.pages, sequence.length = [], 0

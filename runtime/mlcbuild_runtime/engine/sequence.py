@@ -32,7 +32,7 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 MAX_FORCED = 15
 """Maximum number of tokens forced by a constraint that are appended between two sampled tokens."""
 STOP_STEPS = 4
-"""Maximum number of decode steps that are executed before tokens are delivered, if a stop string may end the
+"""Maximum number of decode steps before tokens are delivered, if a stop string or stop token may end the
 answer: steps after its end are wasted. `ci/bench/step` measures what several steps in one call save."""
 
 
@@ -53,7 +53,8 @@ class SequenceRows(NamedTuple):
 
     def logits(self) -> Floats:
         """Returns the logits that the step has computed for this sequence, float32 [rows, vocabulary]: one
-        row for each of its tokens whose logits were requested."""
+        row for each of its tokens whose logits were requested, after the device has applied logit masks. Must
+        be called before the next step."""
         return self.result.logits()[self.start : self.stop]
 
     def last(self, count: int) -> SequenceRows:
@@ -80,15 +81,13 @@ class Sequence:
         self.request = request
         self.order = 0
         """The number of the request in order of arrival, from 0; set when the engine takes the request from
-        its queue."""
+        its queue, and 0 until then."""
         self.tokens = list(request.prompt)
         self.length = 0
         """Number of the sequence's tokens whose keys and values are in the KV cache."""
         self.pages: list[int] = []
         self.cached: int | None = None
-        """Number of prompt tokens that the prefix cache held when the request was first admitted; None
-        before.
-        """
+        """Number of prompt tokens in the prefix cache when the request was first admitted; None before."""
         # With a constraint, the grammar decides where the answer may end.
         ignore_eos = request.ignore_eos and matcher is None
         self.client = ClientStream(request, sink, ticket, tokenizer, ignore_eos)
@@ -114,8 +113,8 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Returns True if the keys and values of all tokens of the sequence are in the KV cache, so that the
-        next token can be sampled."""
+        """Returns True if the keys and values of all tokens of the sequence are in the KV cache: the next
+        token is sampled from the logits of the step that has computed the last one."""
         return self.length == len(self.tokens)
 
     @property
@@ -142,9 +141,9 @@ class Sequence:
 
     @property
     def steps_ahead(self) -> int:
-        """Returns the maximum number of decode steps that may be executed for this sequence before a token
-        must be delivered to its client; 0 if it needs steps of its own, as for a draft, a penalty or
-        log-probabilities, at most 4 with stop strings or stop tokens."""
+        """Returns the maximum number of decode steps that may be executed for this sequence, the coming one
+        included, before a token must be delivered to its client; 0 if it needs steps of its own, as for a
+        draft, a penalty or log-probabilities, at most 4 with stop strings or stop tokens."""
         request = self.request
         ready = self.length + 1 == len(self.tokens) and not self.draft.tokens
         if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:
@@ -160,17 +159,19 @@ class Sequence:
 
     def keys(self, page_size: int, length: int) -> List[Key]:
         """Returns the keys (tuples of integers) that identify the contents of the KV cache pages which the
-        first `length` tokens of the sequence fill; [] if the pages must not be shared. page_size: number of
-        tokens in a page."""
+        first `length` tokens of the sequence fill; [] if the pages must not be shared, because
+        log-probabilities of the prompt or a mean embedding are requested, which need all tokens computed.
+        page_size: number of tokens in a page."""
         if self.request.prompt_logprobs or (self.pool is not None and self.pool.kind == "mean"):
             return []  # Cached pages lack the logits, or hidden states, of their tokens.
         return self._keys.of(self.tokens, length, page_size, -1 - self.order)
 
     def sampling_params(self, count: int) -> list[SamplingRow]:
-        """Returns the sampling parameters of each row of logits that a step computes for this sequence.
-        count: number of tokens that the step computes, the draft's included. A row is SKIP if the device must
-        not sample its token; the host samples it later, if at all. Sets the sequence's logit mask for the
-        step."""
+        """Returns the sampling parameters of each row of logits that a step computes for this sequence: one
+        for the last computed token and one for each draft token, branches included, or one for every computed
+        token while log-probabilities of the prompt are computed. A row is SKIP if the device must not sample
+        its token; the host samples it later, if at all. Sets the sequence's logit mask for the step. count:
+        number of tokens that the step computes, the draft's included, but not those of branches."""
         sampler, draft, row_count = self.sampler, self.draft, 1 + self.draft.size
         sampler.mask = None
         last = self.length + count - len(draft.tokens) == len(self.tokens) and self.request.max_tokens
@@ -186,8 +187,8 @@ class Sequence:
         return [SKIP] * (rows - row_count) + params + [SKIP] * (row_count - len(params))
 
     def random_numbers(self, count: int) -> list[float]:
-        """Returns the random numbers, in [0, 1), for sampling `count` tokens of the answer. The first number
-        is not for the answer's next token, but for the one after it."""
+        """Returns the random numbers, in [0, 1), for `count` tokens of the answer after the next one; the
+        next one has its number in the result of `sampling_params`."""
         return self.sampler.random_numbers(self.answered + 1, count)
 
     def next_input(self) -> NextInput | None:
@@ -199,8 +200,9 @@ class Sequence:
 
     def advance(self, rows: SequenceRows) -> bool:
         """Appends the token that a decode step has sampled to the sequence, without an event for the client.
-        Returns False if it is an end-of-sequence or stop token, or after an error, which is kept for
-        `take_events`, so that the client must receive its tokens before the next step."""
+        Returns True if another step may follow. Returns False if the token, which is appended all the same,
+        is an end-of-sequence or stop token, or if an error occurred, which is kept for `take_events`; the
+        client must then receive its tokens before the next step."""
         self.length += 1
         try:
             self._append(token := self.sampler.token(lambda: rows.logits()[0], rows.token(0), self.answered))
@@ -226,8 +228,9 @@ class Sequence:
     def consume(self, rows: SequenceRows) -> list[Event]:
         """Appends the tokens that a step has sampled for this sequence: one, and one more for each accepted
         draft token; then the tokens that the constraint forces. Returns an event for the client of each; an
-        error is an event, too. If max_tokens is 0, nothing is appended, and the only event ends the answer.
-        """
+        error (invalid logits, or a constraint that is too costly to follow) is the last event instead of an
+        exception. The first event also holds the log-probabilities of the prompt, if requested. If max_tokens
+        is 0, nothing is appended, and the only event ends the answer."""
         if not self.draft.tokens and self.request.max_tokens and self._plain:
             return self._verify(rows)
         if self.request.max_tokens:
@@ -238,9 +241,9 @@ class Sequence:
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _with_forced(self, events: list[Event]) -> list[Event]:
-        """Appends up to 15 (MAX_FORCED) tokens that follow to the answer without sampling, for as long as the
-        constraint allows only one token. Appends an event for the client of each such token to `events`, and
-        returns `events`."""
+        """Appends to the answer, without sampling, up to 15 (MAX_FORCED) tokens that the constraint forces to
+        follow, fewer if the client may leave fewer unread, and none if the last of `events` ends the answer.
+        Appends their events for the client, or that of an error, to `events`, and returns it."""
         if self.sampler.constrained and events and not events[-1].last:
             events += self._forced(len(events))
             if not events[-1].last:
@@ -248,9 +251,10 @@ class Sequence:
         return events
 
     def _verify(self, rows: SequenceRows) -> list[Event]:
-        """Samples tokens along the sequence's draft tree (the draft and its alternatives), for as long as a
-        sampled token is among the draft tokens, and appends them to the answer. Returns an event for the
-        client of each; an error is an event, too."""
+        """Samples tokens along the sequence's draft tree (the draft and its alternatives) and appends them to
+        the answer, up to and including the first one that is not among the draft tokens there, or that ends
+        the answer. Returns an event for the client of each; an error is the last event instead of an
+        exception."""
         draft = self.draft
         draft.branch_gain = draft.best_path = 0
         if not draft.tokens:
@@ -270,7 +274,7 @@ class Sequence:
     def _draw(self, rows: SequenceRows, row: int, drafted: Container[int]) -> Event:
         """Samples a token from row `row` of a step's logits, appends it to the answer and returns its event
         for the client; an error is an event, too. drafted: the tokens that the draft tree has at this
-        position."""
+        position, of which a sampled one counts as an accepted draft token."""
         scored = self.request.logprobs
         logits = None if scored is None else rows.logits()[row]
         try:
@@ -298,10 +302,10 @@ class Sequence:
         self.client.stopwatch.token()
 
     def _forced(self, unsent: int) -> list[Event]:
-        """Appends up to MAX_FORCED (15) tokens that must follow, because the constraint allows no others, to
-        the answer, and returns an event for the client for each; the model computes these tokens together
-        with the next one. unsent: number of earlier events that are not delivered yet. They count against the
-        events that the client may leave unread, so fewer tokens may be appended."""
+        """Appends to the answer up to MAX_FORCED (15) tokens that must follow, because the constraint allows
+        no others; the model computes them together with the next one. Returns an event for the client of
+        each; an error is the last event instead of an exception. unsent: number of earlier events that are
+        not delivered yet, which reduce the number of tokens if the client may leave only so many unread."""
         room = self.client.ticket.room
         count = MAX_FORCED if room is None else min(MAX_FORCED, room - unsent)
         events: list[Event] = []
@@ -336,9 +340,9 @@ class Sequence:
         return token not in self.client.eos
 
     def add_states(self, states: Floats) -> Event | None:
-        """Adds the hidden states, float32 [n, hidden], of the last n computed tokens to the pooled embedding.
-        The sequence's length must include these already. Returns the event with the embedding if all tokens
-        of the input are added, else None."""
+        """Adds the hidden states, float32 [n, hidden], of the last n computed tokens to the embedding, which
+        is pooled as the request states (last token or mean). The sequence's length must include these
+        already. Returns the event with the embedding if all tokens of the input are added, else None."""
         assert self.pool is not None
         if self.length == len(states):
             self.pool.clear()
@@ -351,8 +355,8 @@ class Sequence:
         return self._event(error=error)
 
     def _event_at(self, position: int) -> Event:
-        """Returns the event for the client of the token at index `position` of the answer. Earlier tokens
-        must have events already."""
+        """Converts the token at index `position` of the answer to text and returns its event for the client.
+        Must be called once for each token, in order, because a character may consist of several tokens."""
         token = self.tokens[len(self.request.prompt) + position]
         done = position + 1 == self.answered and self.sampler.finished
         text, finish = self.client.text(token, position, done)
@@ -366,8 +370,8 @@ class Sequence:
         tokens: int | None = None,
     ) -> Event:
         """Returns an event for the client of this request: a token's text, the end, or an error, with the
-        numbers of answered, cached, accepted and rejected tokens so far. tokens: length of the answer up to
-        this event (default: the whole answer)."""
+        numbers of answered, cached, accepted draft and rejected draft tokens so far. tokens: length of the
+        answer up to this event (default: the whole answer)."""
         count = self.answered if tokens is None else tokens
         draft = self.draft
         return Event(
@@ -383,10 +387,10 @@ class Sequence:
 
 
 def masks_of(sequences: List[Sequence], counts: List[int]) -> list[tuple[int, Mask]]:
-    """Returns the logit masks of a step, for the sequences that have one: (index of the row of logits that
-    the mask applies to, counted over the whole step; mask). A mask has int32 words with a bit per token, 1 if
-    it is allowed, and applies to the row from which the next token is sampled. counts: number of rows of
-    logits of each sequence, the last ones of which belong to draft tokens."""
+    """Returns the logit masks of a step, for the sequences that have one, as pairs: index, counted over the
+    whole step, of the row of logits from which the sequence's next token is sampled; mask, int32 words with
+    one bit per token, 1 if it is allowed. counts: number of rows of logits of each sequence; its draft tokens
+    have the last of these rows, and the mask applies to the row before them."""
     starts = accumulate(counts, initial=0)
     return [
         (start + count - 1 - sequence.draft.size, sequence.mask)

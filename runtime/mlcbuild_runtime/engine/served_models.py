@@ -65,8 +65,8 @@ class ServedModel:
     engine: Engine | None = None
     chosen: ChosenLimits | None = None
     error: ServingError | None = None
-    """The error of the last attempt to read or load the bundle; None if it succeeded. A lack of memory is not
-    recorded."""
+    """The error of the last attempt to read or load the bundle; None if it succeeded or there was none. A
+    lack of memory is not recorded."""
     users: int = 0
     used: float = field(default_factory=time.monotonic)
 
@@ -111,8 +111,8 @@ class Models:
         self.entries: list[ServedModel] = []
         self._by_name: dict[str, ServedModel] = {}
         self._stopping: list[tuple[Engine, int]] = []
-        """Engines of unloaded models that may still run a step, with the bytes that their models need until
-        then."""
+        """Pairs (engine of an unloaded model, which may still run a step; bytes that its model occupies until
+        the engine has stopped)."""
         for source in sources:
             self._add(source, alone=len(sources) == 1)
 
@@ -162,15 +162,17 @@ class Models:
 
     def at_once(self, name: Json) -> Use | None:
         """Returns a reference to the engine of the model called `name` if it is loaded, else None, without
-        waiting for a load. None as the name stands for the first model. Raises RequestError (404) if there is
-        no model of that name."""
+        waiting for a load. The model stays loaded until the caller calls the reference's method `end`. None
+        as the name stands for the first model. Raises RequestError (404) if there is no model of that name.
+        """
         entry = self.find(name)
         with self._door:
             return None if entry.engine is None else self._lend(entry, entry.engine)
 
     def use(self, name: Json) -> Use:
-        """Returns a reference to the engine of the model called `name`, after loading it if necessary. None
-        stands for the first model. Raises RequestError if there is no model of that name (404), the server is
+        """Returns a reference to the engine of the model called `name`, after loading it if necessary, which
+        may take long. The model stays loaded until the caller calls the reference's method `end`. None stands
+        for the first model. Raises RequestError if there is no model of that name (404), the server is
         stopping or has no memory for the model now (503), or the model cannot be loaded (500)."""
         entry = self.find(name)
         if self._draining:
@@ -301,7 +303,7 @@ class Models:
 
     def state(self) -> State:
         """Returns the gauges and counters of all loaded models' engines, added up; `alive` is True if all of
-        them are."""
+        them are, or none is loaded."""
         states = list(self.states().values())
         counts = {
             item.name: sum(getattr(state, item.name) for state in states)
@@ -311,7 +313,8 @@ class Models:
         return State(**counts, alive=all(state.alive for state in states))
 
     def drain(self) -> None:
-        """Makes all engines refuse new requests; submitted ones continue."""
+        """Makes all engines refuse new requests; submitted ones continue. No further model is loaded: its
+        requests are refused (503), too."""
         self._draining = True
         for engine in self.engines:
             engine.drain()

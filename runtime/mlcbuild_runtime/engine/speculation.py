@@ -194,7 +194,7 @@ class Speculation:
 
 def _predicted(sequence: Sequence, count: int) -> list[int]:
     """Returns up to `count` draft tokens: the part of the client's prediction that may follow the answer so
-    far, or none."""
+    far, because the prediction has the answer's last tokens before it; [] if there is none."""
     request = sequence.request
     if not request.prediction:
         return []
@@ -202,7 +202,7 @@ def _predicted(sequence: Sequence, count: int) -> list[int]:
 
 
 def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
-    """Returns the branches (alternatives to the rest) of a sequence's draft, each cut to the tokens that the
+    """Returns `branches`, the alternatives to the rest of a sequence's draft, each cut to the tokens that the
     sequence's constraint allows; those of which nothing remains are left out."""
     fitting = []
     for branch in branches:
@@ -253,9 +253,9 @@ class Drafter:
 
     def draft(self, parts: List[tuple[Sequence, int]]) -> None:
         """Drafts tokens for sequences and adds them to each sequence's draft, one token at a time for all of
-        them together. A sequence gets none if it would exceed the draft model's context, or has too many
-        tokens that the draft model has not computed yet. parts: (sequence, maximum number of draft tokens).
-        """
+        them together. A sequence gets none if it would exceed the draft model's context, or has more tokens
+        that the draft model has not computed yet than fit into one step with those of the other sequences.
+        parts: (sequence, maximum number of draft tokens)."""
         going = self._caught_up([part for part in parts if self._fits(len(part[0].tokens) + part[1])])
         while going:
             rows = self._forward([self._part(sequence) for sequence, _ in going])
@@ -298,7 +298,8 @@ class Drafter:
 
     def _forward(self, parts: List[Part]) -> Floats:
         """Computes a step of the draft model. parts: (new tokens, length after them, KV cache pages) of each
-        sequence. Returns the logits of each sequence's last new token, float32 [len(parts), vocabulary]."""
+        sequence. Returns the logits of each sequence's last new token, float32 [len(parts), vocabulary of the
+        draft model]."""
         manifest = self._executor.manifest
         size, last = manifest.limits.page_size, manifest.vocab_size - 1
         # The larger vocabulary ends with padding tokens that the smaller one lacks.
@@ -309,9 +310,9 @@ class Drafter:
 
 def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelStep:
     """Returns the input of one decode step, as `ModelStep`, in which each branch (alternative to the draft)
-    is computed like another sequence: it shares full KV cache pages with its sequence and copies a partly
-    filled one. inputs: (new tokens, length after them, KV cache pages) of each sequence; size: number of
-    tokens in a page."""
+    of the sequences' drafts is computed like another sequence, right after its own one: it shares full KV
+    cache pages with its sequence and copies a partly filled one. inputs: (new tokens, length after them, KV
+    cache pages) of each sequence; size: number of tokens in a page."""
     parts, counts, forks = list[Part](), list[int](), list[Fork]()
     for sequence, part in zip(sequences, inputs, strict=True):
         draft = sequence.draft

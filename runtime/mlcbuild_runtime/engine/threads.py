@@ -42,7 +42,8 @@ class Turns:
 
     def on_wait(self, callback: Callable[[], None]) -> None:
         """Registers a function for as long as this engine holds the lock. It is called, possibly from another
-        thread, as soon as another engine waits for the lock, or at once if one waits already."""
+        thread, each time that another engine begins to wait for the lock, and at once if one waits already.
+        It must not use this lock."""
         with self._lock:
             self._on_wait = callback
             if self._waiting:

@@ -39,8 +39,8 @@ class ModelStep(NamedTuple):
     """
     forks: Sequence[tuple[int, int, int]] = ()
     """Copies within the KV cache for branches of drafts, as (source page, destination page, number of tokens
-    to copy from the start of the page). They are made in this order, after the keys and values of all the
-    step's tokens are in the cache."""
+    to copy from the start of the page). Each layer makes them in this order, after it has written the keys
+    and values of the step's tokens and before attention reads the cache."""
 
     @classmethod
     def of(
@@ -94,7 +94,7 @@ class FollowingSteps(NamedTuple):
     one list for each of these steps, with a number for each sequence."""
     stops_at_eos: Sequence[bool]
     """For each sequence, True if it ends once it has sampled an end-of-sequence token (one of `eos_tokens`);
-    no further step is executed after that."""
+    no further step is executed after that for any sequence."""
     eos_tokens: Collection[int]
 
 

@@ -35,12 +35,11 @@ GuidedSteps = Generator[StepOutput, Sequence[NextInput], None]
 
 
 class Executor(Protocol):
-    """A bundle that is loaded on a device: the interface of CPUs and GPUs. All methods but `interrupt` must
-    be called from one thread.
+    """A bundle that is loaded on a device: the interface of CPUs and GPUs. One thread only may call its
+    methods, that of the engine while one runs; `interrupt` may be called from any thread.
 
     Methods may raise any exception: a step that raises one leaves the KV cache of its own sequences
-    undefined, and of no others.
-    """
+    undefined, and of no others."""
 
     @property
     def path(self) -> Path:
@@ -77,10 +76,10 @@ class Executor(Protocol):
         """Computes a step of the model: writes the keys and values of its tokens to the KV cache, computes
         logits and samples tokens. Returns the tokens and the logits.
 
-        sampling_params: one entry for each row of `step.rows`, of which there is at least one. masks: (index
-        of a row, bits) of each row with a logit mask; the logits of the tokens that it excludes become minus
-        infinity.
-        """
+        sampling_params: one entry for each row of `step.rows`, of which there is at least one; SKIP for a row
+        from which no token is sampled. masks: (index of a row, int32 words with one bit per token, 1 if it is
+        allowed) of each row with a logit mask; the logits of the tokens that it excludes become minus
+        infinity."""
 
     def steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
@@ -125,8 +124,9 @@ class Executor(Protocol):
 
     def prepare_pages(self, used: int) -> Iterator[None]:
         """Allocates memory for further pages of the KV cache, in small parts, while the engine is idle;
-        yields after each part. The caller stops iterating when it has work. used: number of pages that have
-        ever been in use, which are the first ones."""
+        yields after each part. The device decides for how many pages; a GPU has memory for all from the
+        beginning. The caller stops iterating when it has work. used: number of pages that have ever been in
+        use, which are the first ones."""
 
     def seconds(self) -> float:
         """Returns the reading of a clock, in seconds, for the calling thread: the difference of two readings
@@ -139,8 +139,8 @@ class Executor(Protocol):
 
 def next_step(step: ModelStep, tokens: Sequence[int]) -> ModelStep:
     """Returns the input of the decode step after `step`, which is a decode step with one token of each
-    sequence, and whose pages have room for one more. tokens: the new token of each sequence; a negative one,
-    which stands for no token, counts as 0."""
+    sequence, and whose pages have room for one more; `step` does not change. tokens: the new token of each
+    sequence; a negative one, which stands for no token, counts as 0."""
     return step._replace(
         tokens=[max(0, token) for token in tokens], lengths=[length + 1 for length in step.lengths]
     )

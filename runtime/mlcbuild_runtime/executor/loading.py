@@ -63,9 +63,10 @@ def load(
 
 
 def try_out(path: Path, manifest: Manifest) -> None:
-    """Loads the compiled code of a bundle for CPUs, without weights, to see whether it can be loaded: damaged
-    code may end the process. Raises BundleError for a damaged bundle or one for another processor, SetupError
-    if the machine lacks something else that loading needs."""
+    """Loads the compiled code of a bundle for CPUs, without weights, to see whether it can be loaded. It
+    should run in a child process, because damaged code may end the process that loads it. Raises BundleError
+    for a damaged bundle or one for another processor, SetupError if the machine lacks something else that
+    loading needs."""
     import_module(CODE[manifest.machine.device]).try_out(path, manifest)
 
 

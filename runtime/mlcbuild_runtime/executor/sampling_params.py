@@ -24,8 +24,9 @@ logit minus the largest one (-inf: no limit), top_p, top_k (0: no limit), random
 tuple is created faster than a NamedTuple."""
 SKIP: SamplingRow = abi.SKIP
 Sample = Callable[[Floats, Sequence[SamplingRow], Masks], list[int]]
-"""Function that samples one token from each row of logits: (logits, sampling parameters of each row, masks)
--> tokens."""
+"""Function that samples one token from each row of logits: (logits, float32 [rows, vocabulary]; sampling
+parameters of each row; masks of rows) -> tokens, -1 for a row in which a logit is NaN or the largest one is
+infinite."""
 _RANDOM_BLOCK = 32
 """Number of random numbers for sampling that are drawn in one NumPy call, which takes as long as drawing one.
 """
@@ -33,7 +34,8 @@ _PART = 64
 """Number of tokens in one block of the search for the most likely tokens: only blocks whose maximum is large
 enough are searched."""
 _MAX_INVERSE_TEMPERATURE = 1e30
-"""Upper limit of 1 / temperature; with a larger value only the most likely token would ever be sampled."""
+"""Upper limit of 1 / temperature, to which larger values are set; with them only the most likely token would
+be sampled. The inverse is the lower limit."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Sampling:
     """Fraction of the most likely token's probability that a kept token must have; 0 keeps all."""
     seed: int | None = None
     choice: int = 0
-    """Index of the answer, if a request has several. Each answer gets different random numbers."""
+    """Index of the answer, from 0, if a request has several. Each answer gets different random numbers."""
     frequency_penalty: float = 0.0
     """Number subtracted from a token's logit once for each time that the token is in the answer."""
     presence_penalty: float = 0.0
@@ -107,8 +109,8 @@ class Logprob:
 
 
 Score = tuple[Logprob, tuple[Logprob, ...]]
-"""The log-probabilities at one position of an answer: those of the sampled token and of the most likely
-tokens, among which it may be."""
+"""The log-probabilities at one position of an answer or a prompt: (that of its token; those of the most
+likely tokens, the likeliest first, among which the token may be)."""
 
 
 def generator(sampling: Sampling) -> np.random.Generator:
@@ -121,8 +123,8 @@ def generator(sampling: Sampling) -> np.random.Generator:
 
 
 class RandomNumbers:
-    """The random numbers, in [0, 1), of one request: one for each position of the answer, which stays the
-    same however often it is read."""
+    """The random numbers, in [0, 1), of one answer: one for each of its positions, which stays the same
+    however often it is read."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random, self._drawn = random, list[float]()
@@ -213,6 +215,7 @@ class PromptScores:
                 self._count += 1
 
     def take(self) -> tuple[Score, ...]:
-        """Returns the log-probabilities of the prompt's tokens that were computed since the last call."""
+        """Returns the log-probabilities of the prompt's tokens that were computed since the last call, each
+        only once: one `Score` for each token, in order, () if there is none."""
         pending, self._pending = tuple(self._pending), []
         return pending

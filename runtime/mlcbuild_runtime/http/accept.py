@@ -39,10 +39,10 @@ async def accept(
 ) -> None:
     """Accepts connections on a listening socket until the task is cancelled.
 
-    make: creates the protocol of a connection. connections: the open connections. When the maximum number is
-    open, the connection that has been idle for longest is closed; while none is idle, new ones wait. The same
-    happens while the process has no file descriptor or memory left. At most one line a minute reports it in
-    the log."""
+    make: creates the protocol of a connection. connections: the open connections, to which each new one adds
+    itself. When the maximum number (the function `room` returns it) is open, the connection that has been
+    idle for longest is closed; while none is idle, new ones wait. The same happens while the process has no
+    file descriptor or memory left. At most one line a minute reports it in the log."""
     loop = asyncio.get_running_loop()
     opening: set[asyncio.Task[object]] = set()
     most, logged_at = room(), -QUIET

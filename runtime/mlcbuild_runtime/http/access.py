@@ -11,13 +11,15 @@ class Access:
     """The rules of a server for access: which clients may use it, and how large their requests may be."""
 
     keys: tuple[str, ...] = ()
-    """API keys of which each request must have one; () means that no key is required."""
+    """API keys of which each request must have one, except for health checks, the chat page and /docs; ()
+    means that no key is required."""
     origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server (CORS); "*" stands for all."""
     timeout: float | None = None
-    """Maximum seconds for a request; None means no limit."""
+    """Maximum seconds from a request's submission to the engine to the end of its answer, and as many for its
+    preparation before; then it ends with an error (504). None means no limit."""
     max_body: int = 8 << 20
-    """Maximum bytes of a request's body."""
+    """Maximum bytes of a request's body; a larger one is refused (413)."""
     hosts: tuple[str, ...] | None = None
     """Host names that requests may address besides those of the loopback interface. None allows any host, and
     requests from web pages of any origin."""

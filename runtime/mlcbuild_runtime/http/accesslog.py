@@ -8,9 +8,10 @@ JSON object with these fields.
                     `status` is null where the client disconnected before the answer began; `seconds` is the
                     time until the answer ended
     model, stream, prompt_tokens, cached_tokens, answer_tokens, finish, ttft
-                    only for requests to a model; `finish` lists the reason of each answer, "error" for a
-                    failure and null where the client disconnected first; `ttft` is the seconds until the
-                    first token, and absent without one
+                    only for requests to a model; `answer_tokens` is the sum over all answers,
+                    `cached_tokens` the smallest number of an answer; `finish` lists the reason of each
+                    answer, "error" for a failure and null where the client disconnected first; `ttft` is the
+                    seconds until the first token of any answer, and absent without one
 
 No line contains text of a prompt or an answer, a query string, or a key.
 """
@@ -51,13 +52,15 @@ class AccessRecord:
 
     def model(self, name: str, requests: Sequence[Request], stream: bool) -> None:
         """Stores the name of the model for the log line, and adds up the tokens of the prompts. requests: one
-        for each answer; the prompt of several answers counts once. stream: True if the answer is streamed."""
+        for each answer; of several answers to one prompt, only the first (`sampling.choice` 0) counts.
+        stream: True if the answer is streamed."""
         self._model, self._stream = name, stream
         self._prompt_tokens += sum(len(r.prompt) for r in requests if r.sampling.choice == 0)
 
     def watched(self, sink: Sink) -> Sink:
-        """Returns a function for the events of one answer: it stores the time of the first token and the last
-        event for the log line, and passes each event to `sink`."""
+        """Returns a function for the events of one answer: it stores the time of the first token of any of
+        the request's answers, and the latest event of this one, for the log line, and passes each event to
+        `sink`."""
         place = len(self._answers)
         self._answers.append(None)
 
@@ -125,7 +128,7 @@ class AccessLog:
     """ASGI middleware that writes a line of the access log when the answer to a request has ended, and adds
     the request's id to the answer as X-Request-ID. In the form "text", requests of monitors have no line. An
     id of the client that is not 1 to 128 visible ASCII characters is replaced. If lines cannot be written,
-    one warning is logged and the server continues."""
+    they are lost, and one warning is logged until writing succeeds again."""
 
     def __init__(self, app: ASGIApp, out: TextIO, form: Form = "json") -> None:
         self._app, self._out, self._broken = app, out, False

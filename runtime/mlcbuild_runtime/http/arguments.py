@@ -40,9 +40,8 @@ def add(parser: argparse.ArgumentParser, names: str = NAMES) -> None:
 
 
 def _add_machine(parser: argparse.ArgumentParser, defaults: ServerOptions) -> None:
-    """Adds to the parser of the server's command line the options that name the devices and the memory to
-    use.
-    """
+    """Adds to the parser of the server's command line the options for the computing threads, the GPU, the
+    memory and its mode, and the page that runs a bundle in browsers."""
     parser.add_argument(
         "--threads", type=positive, help="computing threads (default: the physical cores that are available)"
     )
@@ -72,7 +71,8 @@ def _add_machine(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
-    """Adds to the parser of the server's command line the limits that divide the machine among requests."""
+    """Adds to the parser of the server's command line the options that limit the batch, the KV cache pages,
+    the prompt tokens between two decode steps, and the waiting requests."""
     parser.add_argument("--max-batch", type=positive, help="requests in a batch (default: from the mode)")
     parser.add_argument(
         "--max-pages",
