@@ -1,5 +1,5 @@
-"""Reads and writes the arguments of tool calls in the syntax of Gemma's models: keys without quotation marks,
-and a special mark on both sides of each string."""
+"""Reads, writes and constrains the arguments of tool calls in the syntax of Gemma's models: keys without
+quotation marks, and a special mark on both sides of each string."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _WORD = re.compile(r"[^{}\[\],:<]+")
 
 def write(value: Json, quote: str) -> str:
     """Returns a JSON value as Gemma's models write it in a tool call: with unquoted keys, with `quote` on
-    both sides of each string, and without spaces and escapes."""
+    both sides of each string, and without spaces after commas and colons. Keys and strings are not escaped,
+    even if they contain `quote`."""
     match value:
         case dict():
             return "{" + ",".join(f"{key}:{write(item, quote)}" for key, item in value.items()) + "}"
@@ -39,8 +40,8 @@ class BareReader:
     def read(self, text: str) -> tuple[str, int]:
         """Reads more text of the object with a tool call's arguments, in which keys have no quotation marks.
         Returns (JSON text of the strings, numbers and punctuation that are complete, number of characters
-        read). The next call must begin with the characters that were not read. Reading stops after the end of
-        the object."""
+        read). Reading stops after the object's closing brace; until then, the next call must begin with the
+        characters that were not read."""
         written, at = "", 0
         while at < len(text):
             letter, word = text[at], _WORD.match(text, at)
@@ -100,9 +101,10 @@ class BareRules:
         calls refer to them by name."""
 
     def value(self, schema: Json) -> str:
-        """Returns a Lark expression that matches the values which a JSON schema accepts, and more if the
-        schema uses keywords other than types, `properties`, `items`, `enum`, `const` and `anyOf`. Keys come
-        in the schema's order. The rules to which the expression refers are added to `listed`."""
+        """Returns a Lark expression that matches the values which a JSON schema accepts; objects with
+        `properties` may have only these, in the schema's order. Except for numbers, keywords other
+        than `type`, `properties`, `required`, `items`, `enum`, `const` and `anyOf` are ignored, so that it
+        may match more values. The rules to which the expression refers are added to `listed`."""
         if not isinstance(schema, dict):
             return "any"
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)

@@ -1,4 +1,5 @@
-"""Typed access to a request's body; every error is a RequestError that names the field."""
+"""Parses and checks the JSON bodies of requests, and returns their fields by type. An invalid body raises
+RequestError; for an invalid field, the error names it."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def parse_json(data: bytes, where: str = "") -> Json:
     """Returns the value of JSON text from a client, in its body or in the field `where`. Raises ValueError
     for invalid JSON (also NaN, Infinity and duplicate keys), text that is not UTF-8, and more than 200
     levels, and RequestError for valid JSON that cannot be processed: too many values, lists and objects, or
-    fields (413), unpaired surrogates, and numbers that are infinite as floats."""
+    fields (413), unpaired surrogates, and numbers that are infinite as floats (but not one that is itself the
+    value of a field of the body, which is left to the check of that field)."""
     if _has_too_many([data]) and _has_too_many(_without_texts(data)):
         raise RequestError(
             f"{where or 'the body'} has more than {MAX_VALUES} values, {MAX_CONTAINERS} lists and objects, or"
@@ -85,7 +87,8 @@ def _has_too_many(pieces: Iterable[bytes]) -> bool:
 
 
 def _without_texts(data: bytes) -> Iterator[bytes]:
-    """Yields the parts of a JSON document outside of its strings."""
+    """Yields the parts of a JSON document outside of its strings and their quotation marks. A string that has
+    no end is left out up to the end of the document."""
     start = 0
     while start < len(data):
         match = _WHOLE_TEXTS.match(data, start, start + _WINDOW)
@@ -97,8 +100,9 @@ def _without_texts(data: bytes) -> Iterator[bytes]:
 
 
 def _matches(pattern: re.Pattern[bytes], data: bytes) -> bool:
-    """Returns True if the regular expression `pattern` matches anywhere in the data. Each call of the regular
-    expression examines a small part, so that other threads may run in between."""
+    """Returns True if the regular expression `pattern`, whose matches have at most 200 bytes, matches
+    anywhere in the data. It searches one small part after the other, so that other threads may run in
+    between."""
     starts = range(0, len(data), _WINDOW)
     return any(pattern.search(data, start, start + _WINDOW + _LONGEST_MATCH) for start in starts)
 
@@ -143,8 +147,9 @@ class Field:
     /openapi.json."""
 
     schema: Mapping[str, Json]
-    """JSON Schema of the values that this field of a request body may have. A single `type` other than array,
-    `minimum`, `maximum` and `enum` are checked here, the rest by the code that reads the field."""
+    """JSON Schema of the values that this field of a request body may have. RequestBody checks `enum`, the
+    types boolean, object and string, and the types integer and number with both `minimum` and `maximum`; the
+    code that reads the field checks the rest."""
     about: str = ""
     neutral: bool = False
     """True for a field that requests a feature which this server lacks; `schema` then lists the values that
@@ -152,7 +157,8 @@ class Field:
 
 
 Table = Mapping[str, Field]
-"""Name of a field -> its schema and description, for all fields that a request body may have."""
+"""Name of a field -> its schema and description, for all fields that the bodies of an endpoint, or an object
+in them, may have. Other fields are refused."""
 
 
 def integer(low: int, high: int = MAX_INTEGER, about: str = "") -> Field:
@@ -207,8 +213,8 @@ def suggestion(key: str, table: Table) -> str:
 class RequestBody:
     """The fields of one request body. A value of null means absent. Creating it raises RequestError, which
     names the field, for a field that is not in `table`, and for a value without the type, the bounds or the
-    enumerated values of the field's schema. The items of lists are left to the code that reads the field, as
-    the type that its schema states."""
+    enumerated values of the field's schema. The code that reads a field must check lists and their items, and
+    values whose schema allows several types."""
 
     def __init__(self, body: Mapping[str, Json], table: Table) -> None:
         self._values = {key: value for key, value in body.items() if value is not None}
@@ -255,7 +261,7 @@ class RequestBody:
 
 def _check(key: str, value: Json, field: Field) -> None:
     """Raises RequestError unless a value has the type, the bounds and the enumerated values that the JSON
-    schema of its field states; other rules of the schema are not checked here."""
+    schema of its field states; the type array and other rules of the schema are not checked here."""
     schema = field.schema
     match schema:
         case {"enum": list(allowed)}:

@@ -36,16 +36,17 @@ class NamedCall:
 @dataclass(frozen=True)
 class Form:
     """The syntax of the tool calls in a model's text. If calls are JSON objects, they are written as FIRST
-    OPENING LEAD {"name": TOOL, KEY: ARGUMENTS} END LAST, with BETWEEN and a LEAD before each further call.
-    Otherwise `by_name` describes what stands instead of the object. FIRST, OPENING, LEAD, KEY, END, LAST and
-    BETWEEN are the texts in the attributes of these names."""
+    OPENING LEAD {"name": TOOL, KEY: ARGUMENTS} END LAST; each further call is BETWEEN LEAD {...} END before
+    LAST. Otherwise `by_name` describes what stands instead of the object. FIRST, OPENING, LEAD, KEY, END,
+    LAST and BETWEEN are the texts in the attributes of these names."""
 
     key: str = "arguments"
     native: bool = True
     """True if the model's chat template itself describes tools to the model."""
     first: str = ""
     opening: str = ""
-    """Text, such as "[", that opens the list of tool calls in an answer; a space may come before it."""
+    """Text, such as "[", that opens the list of tool calls in an answer, "" for none; a space may come before
+    it."""
     lead: str = ""
     end: str = ""
     between: str = "\n"
@@ -103,12 +104,13 @@ class Form:
 
     @property
     def tail(self) -> str:
-        """Returns the text that ends a tool call in this syntax, after the arguments."""
+        """Returns the text that ends a tool call in this syntax, after the arguments; it begins with the
+        closing brace if calls are JSON objects."""
         return "}" + self.end if self.by_name is None else self.end
 
     def write(self, name: str, arguments: Json) -> str:
         """Returns the text of one tool call as a model that uses this syntax would write it, without the
-        texts that stand once before the first call and after the last one."""
+        texts that stand before the first call, between calls and after the last one."""
         written = json.dumps(arguments, ensure_ascii=False)
         if self.quote:
             written = bare_arguments.write(arguments, self.quote)

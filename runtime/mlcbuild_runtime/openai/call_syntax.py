@@ -13,8 +13,8 @@ from mlcbuild_runtime.openai.call_forms import Form
 from mlcbuild_runtime.openai.tagged_arguments import TaggedReader
 
 _OBJECT = '{"name": "'
-"""The text with which a tool call begins in the syntax whose calls are bare JSON objects, without a mark that
-distinguishes them from prose."""
+"""The beginning of a tool call, up to the tool's name, in the syntax whose calls are bare JSON objects,
+without a mark that distinguishes them from prose."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class CallPiece:
 
     kind: Literal["reasoning", "text", "call", "arguments"]
     text: str
-    """The text of this piece of an answer; for the beginning of a tool call, the tool's name."""
+    """The text of this piece of an answer; for the beginning of a tool call, the tool's name; for arguments,
+    the next part of their JSON text."""
 
 
 class AnswerReader(Protocol):
@@ -117,7 +118,8 @@ class Reader:
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
         """Adds text of the answer to the parser, and yields the parts that are complete: text, beginnings of
         tool calls and their arguments. last: True if no more text will follow, so that text which was held
-        back is yielded; what is incomplete of a tool call is dropped."""
+        back is yielded; an incomplete beginning of a tool call is dropped, or yielded as text if answers
+        without calls follow a JSON format."""
         self._held += text
         step = {
             "start": self._read_start,
@@ -168,14 +170,15 @@ class Reader:
             self._state = "text"
 
     def _arguments_reader(self, name: str) -> JsonReader | BareReader | TaggedReader:
-        """Returns a new parser of the arguments of one call of the tool `name`."""
+        """Returns a new parser of the arguments of one call of the tool `name`, in the syntax of the model's
+        calls: tags, bare keys or JSON."""
         if self._form.tags is not None:
             return TaggedReader(self._form.tags, self._form.tail, self._texts.get(name, ()))
         return BareReader(self._form.quote) if self._form.quote else JsonReader()
 
     def _read_arguments(self) -> Iterator[CallPiece]:
-        """Yields the parts of a tool call's arguments that have arrived, as JSON text, up to the brace that
-        closes them."""
+        """Removes from the held text what belongs to a tool call's arguments, up to their end, and yields it
+        as JSON text."""
         text, size = self._object.read(self._held)
         self._held = self._held[size:]
         if text:

@@ -29,7 +29,7 @@ def error_document(error: ServingError) -> dict[str, Json]:
 @dataclass(frozen=True)
 class Prompt:
     """The properties of an answer's prompt that the response documents need: its index among the prompts, its
-    length, the text to repeat with its tokens, and the parser of the answer."""
+    length in tokens, the text to repeat with its tokens, and the parser of the answer."""
 
     number: int
     size: int
@@ -40,11 +40,11 @@ class Prompt:
     """All tokens of the prompt, if the response repeats the prompt's text and reports log-probabilities for
     it; otherwise empty."""
     offsets: Sequence[int] = ()
-    """For each token of the prompt text that the response repeats, the offset in characters at which the
-    token's text begins."""
+    """For each of `tokens`, the offset in characters, in the prompt text that the response repeats, at which
+    the token's text begins."""
     reader: Callable[[], AnswerReader] | None = None
-    """Function that returns a parser for the reasoning and the tool calls in an answer; None if the answer
-    is all text."""
+    """Function that returns a new parser for the reasoning and the tool calls in one answer; None if the
+    answer is all text."""
 
 
 class _Choice:
@@ -62,7 +62,7 @@ class _Choice:
 
     def deltas(self, event: Event) -> Iterator[dict[str, Json]]:
         """Yields the changes of a chat message, in the format of OpenAI's streams, that an event of the
-        engine (a token, or the end) causes."""
+        engine (a token, or the end, but no error) causes, and counts tool calls and reasoning tokens."""
         if self.reader is None:
             yield {"content": event.text}
             return
@@ -89,7 +89,7 @@ class Reply:
     def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
         """Creates the response to a request, before the engine has answered a token. chat: True for chat
         completions, False for text completions; model: its name in the response; prompts: for each answer the
-        index, the length and the text to repeat of its prompt, and the parser of the answer."""
+        index, the length in tokens and the text to repeat of its prompt, and the parser of the answer."""
         self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.prompts = prompts
@@ -219,9 +219,9 @@ class Reply:
         }
 
     def _timings(self) -> dict[str, Json]:
-        """Returns the times that the engine spent on the answer, in milliseconds, in a field `timings` like
-        that of llama.cpp's server; {} if there are none, and for several answers, which share steps of the
-        model."""
+        """Returns {"timings": the numbers of tokens of the prompt and of the answer, and the milliseconds
+        that the engine spent on each}, named as by llama.cpp's server; {} if no times were measured, and for
+        several answers, which share steps of the model."""
         last = self._choices[0].last
         if len(self._choices) > 1 or last is None or last.times is None:
             return {}
@@ -263,7 +263,7 @@ class Reply:
 
     def _prompt_logprobs(self, prompt: Prompt, event: Event) -> dict[str, list[Json]]:
         """Returns the log-probabilities of a prompt's tokens in OpenAI's format, parallel lists; the first
-        token has none. event: the first event of the prompt's answer."""
+        token's are null. event: the first event of the prompt's answer."""
         tops: list[Json] = [self._top(score) for score in event.prompt]
         return {
             "tokens": [self._name(token) for token in prompt.tokens],

@@ -19,25 +19,27 @@ _OPEN = frozenset(
 """JSON Schema keywords that restrict or allow keys besides those in `properties`, or that combine an object's
 schema with other schemas. A schema with one of them is not closed with `additionalProperties: false`."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-"""JSON Schema keywords whose value is an object: name -> schema."""
+"""JSON Schema keywords whose value is an object, name -> a schema that may be closed."""
 _LISTS = ("anyOf", "oneOf", "prefixItems")
-"""JSON Schema keywords whose value is a list of schemas."""
+"""JSON Schema keywords whose value is a list of schemas that may be closed: not those of `allOf`, which
+describe one value together."""
 _SINGLE = ("items", "additionalProperties", "contains", "unevaluatedItems")
 _BESIDE = frozenset({"properties", "allOf", "anyOf", "oneOf", "$ref"})
-"""JSON Schema keywords that describe the keys of an object. If a schema has two of them, each describes
-a part of the keys."""
+"""The JSON Schema keyword `properties` and those that add further schemas for the same object (`allOf`,
+`anyOf`, `oneOf`, `$ref`). If a schema has two of them, each describes only a part of the object's keys."""
 
 Path = tuple[str, ...]
-"""The place of a schema in the whole schema: the keys and indices that lead to it."""
+"""The place of a schema in the whole schema: the keys, and the indices as decimal text, that lead to it from
+the outside to the inside."""
 
 
 def closed(schema: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns a schema in which objects with `properties` have no other keys, unless the schema mentions such
-    keys.
+    """Returns a copy of a JSON schema in which objects with `properties`, at every depth, have no other keys,
+    unless their schema mentions such keys.
 
     Objects that are composed of several schemas (`allOf`, or `anyOf` beside `properties`) are not changed,
-    because each of their parts names only some of the keys. A schema with a part that is not in it, or is
-    named by an `$id` or `$anchor`, is not changed at all.
+    because each of their parts names only some of the keys. If a `$ref` in such a part leads out of the
+    schema, to nothing, or to an `$id` or `$anchor`, nothing is changed.
     """
     composed = _composed(dict(schema))
     return dict(schema) if composed is None else _closed(schema, composed, (), True)
@@ -61,7 +63,8 @@ def _composed(schema: Json) -> frozenset[Path] | None:
 
 
 def _pointer(target: str) -> Path | None:
-    """Returns the place to which a `$ref` points, such as "#/$defs/a"; None if `target` is no pointer."""
+    """Returns the place to which `target`, the value of a `$ref` such as "#/$defs/a", points; None if it is
+    no JSON pointer within the schema, which is "#" or begins with "#/"."""
     if target == "#":
         return ()
     if not target.startswith("#/"):
@@ -105,8 +108,8 @@ def _closed(
     schema: Mapping[str, Json], composed: frozenset[Path], path: Path, is_complete: bool
 ) -> dict[str, Json]:
     """Returns a JSON schema in which schemas of objects with `properties` forbid other keys, at every depth,
-    unless they say something about other keys themselves, such as `additionalProperties` or a required key
-    without a schema. path: the place of `schema` in the whole schema; composed: places of schemas that
+    unless they have a keyword about other keys, such as `additionalProperties`, or require a key that is not
+    in `properties`. path: the place of `schema` in the whole schema; composed: places of schemas that
     describe only a part of an object and so are not closed; is_complete: False if another schema describes
     the same value as `schema`, which is then not closed either."""
     new, is_complete = dict(schema), is_complete and path not in composed

@@ -57,7 +57,8 @@ class EmbeddingsJob:
 
     def waves(self) -> Iterable[tuple[Request, ...]]:
         """Yields the engine's requests that belong to this HTTP request, one for each text to embed, in
-        tuples of at most 64. The caller submits one tuple after the other."""
+        tuples of at most 64. The caller submits one tuple after the other; the engine accepts all after the
+        first even while it is stopping."""
         for start in range(0, len(self.requests), AT_A_TIME):
             wave = self.requests[start : start + AT_A_TIME]
             yield tuple(replace(request, continues=start > 0) for request in wave)
@@ -89,8 +90,9 @@ class EmbeddingsJob:
         return {"object": "list", "data": data, "model": self.model, "usage": usage}
 
     def content(self, events: Sequence[Event]) -> bytes:
-        """Returns the document with the embeddings of all texts as JSON text, which is best called in a
-        thread of its own. events: the engine's only event for each text, which holds its embedding."""
+        """Returns the document with the embeddings of all texts as JSON text in UTF-8. The method is best
+        called in a thread of its own. events: the engine's only event for each text, which holds its
+        embedding."""
         return json_text(self.document(events), "data")
 
     def _shown(self, vector: Floats) -> Json:
@@ -102,8 +104,9 @@ class EmbeddingsJob:
 
 
 def json_text(document: Mapping[str, Json], key: str) -> bytes:
-    """Returns a JSON object as text. The items of its list `document[key]` are encoded one by one, since the
-    encoder blocks all other threads: for more than a second with 2048 vectors of 1024 numbers."""
+    """Returns a JSON object, which must have other keys besides `key`, as JSON text in UTF-8. The items of
+    its list `document[key]`, which comes first, are encoded one by one, since the encoder blocks all other
+    threads: 2048 vectors of 1024 numbers at once would block them for more than a second."""
     items = document[key]
     assert isinstance(items, list)
     others = _encode({name: value for name, value in document.items() if name != key})
@@ -112,8 +115,9 @@ def json_text(document: Mapping[str, Json], key: str) -> bytes:
 
 def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> EmbeddingsJob:
     """Returns the checked body of a request to /v1/embeddings, as requests for the engine. Raises
-    RequestError for an invalid field, naming it, and for texts that are empty, too long, or too many. A text
-    with more tokens than the context is refused only when its request is submitted.
+    RequestError for an invalid field, naming it, and for texts that are empty, too long, or too many, alone
+    or by all their tokens (413). A text with more tokens than the context is refused only when its request is
+    submitted.
 
     truncate: True if texts longer than the model's context are cut instead of refused."""
     fields = RequestBody(body, TABLE)

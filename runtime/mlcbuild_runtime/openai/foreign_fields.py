@@ -61,12 +61,13 @@ CHOICES = 1024
 """Maximum number of texts in vLLM's request field `guided_choice`, which lists the possible answers."""
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FORMATS = (*_GUIDED, "json_schema", "structured_outputs")
-"""Request fields of other servers, such as vLLM's `guided_json`, that state the format of the answer."""
+"""Names of the request fields of other servers, such as vLLM's `guided_json`, that state the format of the
+answer."""
 
 
 def translated(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns a request body in which fields of other servers, such as vLLM and llama.cpp, are replaced by
-    this server's fields of the same meaning. Fields that are null or request nothing are left out; unknown
+    """Returns a new request body in which fields of other servers, such as vLLM and llama.cpp, are replaced
+    by this server's fields of the same meaning. Fields that are null or request nothing are left out; unknown
     fields stay. Raises RequestError for fields that contradict each other, or an invalid format of the
     answer."""
     fields: dict[str, Json] = {key: value for key, value in body.items() if value is not None}

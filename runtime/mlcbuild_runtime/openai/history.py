@@ -1,5 +1,5 @@
-"""Stores responses of /v1/responses in memory for a while, for GET requests and for later responses that
-continue them."""
+"""Stores responses of /v1/responses in memory, for GET requests and for later responses that continue them,
+until newer responses displace them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class History:
 
     def keep(self, entry: Kept) -> None:
         """Stores a response that has ended, and drops the least recently used responses while there are too
-        many or all together are too large; a response that alone is too large is not stored either."""
+        many or all together are too large. A response that alone is too large displaces all others, and is
+        not stored either."""
         # The items before are shared with the responses that this one continues.
         text = json.dumps([entry.document, entry.items])
         values = text.count(",") + text.count("[") + text.count("{")
@@ -102,8 +103,8 @@ class History:
         self._bytes -= self._kept.pop(name)[1]
 
     def start(self, output: ResponseOutput, interrupt: Callable[[], None]) -> None:
-        """Registers a response that is being generated, so that a client can cancel it by its id. interrupt:
-        function that ends the response."""
+        """Registers a response that is being generated, so that a client can cancel it by its id until the
+        method `end` is called. interrupt: function that ends the response."""
         self._running[output.id] = output, interrupt
 
     def end(self, output: ResponseOutput) -> None:
@@ -120,8 +121,8 @@ class History:
 
 
 def listed(items: Sequence[Item]) -> dict[str, Json]:
-    """Returns the items of a stored response's request as an OpenAI document of the type `list`. An item
-    without an id gets item_0, item_1, ... by its index."""
+    """Returns `items`, those that a stored response's request added to the conversation, as an OpenAI
+    document of the type `list`. An item without an id gets item_0, item_1, ... by its index."""
     data: list[Json] = [{"id": f"item_{i}", **item} for i, item in enumerate(items)]
     ids = [item["id"] for item in data if isinstance(item, dict)]
     first, last = (ids[0], ids[-1]) if ids else (None, None)

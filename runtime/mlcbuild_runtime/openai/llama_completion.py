@@ -55,8 +55,8 @@ class LlamaOutput:
 
     def documents(self, index: int, event: Event) -> Iterator[Document]:
         """Yields the JSON document of llama.cpp's stream that one event of the engine (a token, or the end)
-        causes; none for a token without text, and an error document for an error. index: index of the answer
-        to which the event belongs."""
+        causes; none for a token without text unless it is the last, and an error document for an error.
+        index: index of the answer to which the event belongs."""
         if event.error is not None:
             yield error_document(event.error)
         elif event.text or event.last:
@@ -99,8 +99,9 @@ class LlamaOutput:
 
 def _timings(event: Event, size: int) -> Document:
     """Returns the times that the engine spent on an answer, as the field `timings` of llama.cpp's server:
-    numbers of tokens, milliseconds and tokens per second, or only numbers of tokens if no times were
-    measured. event: the answer's last event; size: number of tokens of the prompt."""
+    numbers of tokens, milliseconds in all and per token, and tokens per second, for the prompt's tokens that
+    were not cached and for the answer; only numbers of tokens if no times were measured. event: the answer's
+    last event; size: number of tokens of the prompt."""
     computed = size - event.cached
     times: Document = {"cache_n": event.cached, "prompt_n": computed, "predicted_n": event.tokens}
     if event.times is None:

@@ -81,8 +81,9 @@ MESSAGES: dict[str, Json] = {
 
 
 def messages(body: RequestBody) -> tuple[Message, ...]:
-    """Returns the messages of a chat request, checked and converted for chat templates: role, content as one
-    text, and tool calls with parsed arguments. Raises RequestError, naming the invalid message."""
+    """Returns the messages of a chat request, checked and converted for chat templates: role ("system" for
+    "developer"), content as one text, reasoning, tool calls with parsed arguments, and the called tool's name
+    in a tool's result. Raises RequestError for an invalid message, naming it, and if there is none."""
     value = body.get("messages")
     if not isinstance(value, list) or not value:
         raise wrong("messages", "a list of at least one message", value)
@@ -91,8 +92,8 @@ def messages(body: RequestBody) -> tuple[Message, ...]:
 
 def _named(listed: list[Message]) -> list[Message]:
     """Returns chat messages in which each tool result has the name of the called tool, for chat templates
-    that write it (Gemma, Kimi). A result keeps its own name if it has one, and has none if its call is
-    missing."""
+    that write it (Gemma, Kimi). A result keeps its own name if it has one, and has none if no earlier message
+    has the call with its id."""
     names: dict[Json, Json] = {}
     named = list[Message]()
     for message in listed:
@@ -147,8 +148,9 @@ def _message(where: str, message: Json) -> Message:
 
 
 def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the fields of a tool result that name its call: the call's id, and the tool's name if the
-    message has it. where: the message's place, for errors. Raises RequestError for an id that is no text."""
+    """Returns the fields of a tool result that name its call: the call's id, None if it is missing, and the
+    tool's name if the message has it. where: the message's place, for errors. Raises RequestError for an id
+    that is no text."""
     id, name = message.get("tool_call_id"), message.get("name")
     if not isinstance(id, str | None):
         raise wrong(f"{where}.tool_call_id", "a text", id)
@@ -157,8 +159,8 @@ def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
 
 def content_text(where: str, content: Json) -> str:
     """Returns the text of a message's content: a text, or the texts of a list of text parts, joined without a
-    separator. where: the content's place, for errors. Raises RequestError for any other content, and for
-    unpaired surrogates."""
+    separator. where: the content's place, for errors. Raises RequestError for any other content, None
+    included, and for unpaired surrogates."""
     if isinstance(content, list):
         content = "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str):
@@ -168,8 +170,8 @@ def content_text(where: str, content: Json) -> str:
 
 def _call(where: str, call: Json) -> Json:
     """Returns a tool call of an assistant's message, checked, with its arguments parsed from text to a JSON
-    value, as chat templates expect them; an empty text becomes {}. where: the call's place, for errors.
-    Raises RequestError for an invalid call."""
+    value of any type, as chat templates expect them; an empty text becomes {}. where: the call's place, for
+    errors. Raises RequestError for an invalid call."""
     fields = call if isinstance(call, dict) else {}
     is_function = fields.get("type", "function") == "function" and isinstance(fields.get("id", ""), str)
     match call:

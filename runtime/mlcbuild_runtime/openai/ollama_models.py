@@ -30,7 +30,8 @@ def _details(manifest: Manifest | None) -> dict[str, Json]:
 
 
 def tag(entry: ServedModel) -> dict[str, Json]:
-    """Returns the JSON object that describes one model in the list of Ollama's /api/tags."""
+    """Returns the JSON object that describes one model in the list of Ollama's /api/tags. `size` is in bytes,
+    of all files; it is 0, and the digest is empty, if the bundle's manifest was invalid."""
     manifest = entry.manifest
     try:
         changed = (entry.path / "bundle.json").stat().st_mtime

@@ -1,4 +1,5 @@
-"""Requests of Ollama's /api: converts messages, options and formats to those of chats and completions."""
+"""Checks the request bodies of Ollama's /api, and converts those of chats and completions, with messages,
+options and formats, to bodies of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -92,8 +93,9 @@ OPTIONS: Table = {
 
 
 def model_name(body: Mapping[str, Json]) -> Json:
-    """Returns the name of the model in a body of Ollama's API, without the tag ":latest"; None if it names
-    none, which stands for the first model. Raises RequestError if the name is not a text."""
+    """Returns the name of the model in a body of Ollama's API (`model`, or else `name`), without the tag
+    ":latest"; None if it names none, which stands for the first model. Raises RequestError if the name is not
+    a text."""
     name = body.get("model") or body.get("name")
     if name is not None and not isinstance(name, str):
         raise wrong("model", "a text", name)
@@ -116,10 +118,10 @@ def chat_body(body: Mapping[str, Json], context: int) -> dict[str, Json]:
 
 
 def generate_body(body: Mapping[str, Json], context: int, has_template: bool) -> dict[str, Json]:
-    """Returns the request body that means the same as a body of Ollama's /api/generate: a chat completion
-    with `messages`, or a text completion with `prompt` if the body has `raw` or the model has no chat
-    template; a `system` text then precedes the prompt, on lines of its own. Raises RequestError for an
-    invalid field, naming it.
+    """Returns the request body that means the same as a body of Ollama's /api/generate. It is a text
+    completion if `raw` is true or the model has no chat template, and its prompt then begins with the
+    `system` text, if any, on lines of its own; else it is a chat completion, with a system message. Raises
+    RequestError for an invalid field, naming it.
 
     context: number of tokens of the model's context, which `num_ctx` must not exceed. has_template: True if
     the model has a chat template."""
@@ -167,9 +169,8 @@ def _common(fields: RequestBody, context: int) -> dict[str, Json]:
 
 
 def _named(options: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the object `options` of Ollama's API, which holds sampling parameters and the like, as a new
-    dictionary. Raises RequestError for an option that this server does not have, naming it as options.NAME.
-    """
+    """Returns a copy of the object `options` of a request to Ollama's API, whose values are not checked here.
+    Raises RequestError for an option that this server does not have, naming it as options.NAME."""
     for name in options:
         if name not in OPTIONS:
             raise RequestError(
@@ -198,11 +199,13 @@ class _OpenCalls:
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
-        """Id of a tool call -> name of the called function, in the order of the calls."""
+        """Id of a tool call that has no result yet -> name of the called function, in the order of the calls.
+        """
         self._ids: defaultdict[str, deque[str]] = defaultdict(deque)
-        """Name of a function -> ids of its tool calls in their order, some of which have a result already."""
+        """Name of a function -> ids of its tool calls in their order; those that `_names` lacks have a result
+        already."""
         self._count = 0
-        """Number of tool calls that were added to the conversation."""
+        """Number of tool calls that were added to the conversation, including those with a result."""
 
     def add(self, name: str, id: str | None) -> str:
         """Adds a call of the function `name` to the tool calls of a chat that have no result yet. Returns its
@@ -276,8 +279,9 @@ def _call(where: str, call: Json, calls: _OpenCalls) -> Json:
 def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
     """Returns the id of the tool call to which a tool's message is the result: the call with the id or the
     tool name that the message states or, if it states neither, the first call without a result. If there is
-    no such call, returns what the message states, or "". calls: the chat's calls without a result, from which
-    the call is removed; fields: the message. Raises RequestError for an id or a name that is no text."""
+    no such call, returns the stated id, or else the stated name in its place, or else "". calls: the chat's
+    calls without a result, from which the call is removed; fields: the message. Raises RequestError for an id
+    or a name that is no text."""
     for key, take in (
         ("tool_call_id", calls.take),
         ("tool_name", calls.take_name),
@@ -291,7 +295,7 @@ def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
 
 
 class EmbeddingInput(NamedTuple):
-    """The texts whose embeddings a request to Ollama's API asks for."""
+    """The fields of a request for embeddings to Ollama's API: the texts, and how they are converted."""
 
     texts: list[Json]
     truncate: bool
@@ -301,21 +305,21 @@ class EmbeddingInput(NamedTuple):
 
 
 def embed_input(body: Mapping[str, Json]) -> EmbeddingInput:
-    """Returns what a body of Ollama's /api/embed states. Raises RequestError for a wrong or unknown field,
-    and for an empty text."""
+    """Returns the texts in a body of Ollama's /api/embed, with its `truncate` (True by default) and its
+    `dimensions`. Raises RequestError for a wrong or unknown field, and for an empty text."""
     fields = RequestBody(body, EMBED)
     truncate, dimensions = fields.boolean("truncate", default=True), fields.integer("dimensions")
     return EmbeddingInput(_texts(fields.get("input")), truncate, dimensions)
 
 
 def embedding_input(body: Mapping[str, Json]) -> EmbeddingInput:
-    """Returns what a body of Ollama's /api/embeddings states, a single text. Raises RequestError for a wrong
-    or unknown field, and for an empty text."""
+    """Returns the single text in a body of Ollama's /api/embeddings, which is cut if it is too long and gets
+    all dimensions. Raises RequestError for a wrong or unknown field, and for an absent or empty text."""
     return EmbeddingInput(_texts(RequestBody(body, EMBEDDING).text("prompt")), True, None)
 
 
 def _texts(value: Json) -> list[Json]:
-    """Returns the texts in `value`, a text or a list of texts, which may be empty. Raises RequestError for
+    """Returns `value`, one text or a list of texts (also a list of none), as a list. Raises RequestError for
     anything else, and for an empty text."""
     listed: list[Json] = value if isinstance(value, list) else [value]
     for item in listed:

@@ -17,7 +17,7 @@ from mlcbuild_runtime.openai.chat_documents import Prompt
 
 Document = dict[str, Json]
 _SECOND = 1_000_000_000
-"""Number of nanoseconds in a second, in which Ollama's API states durations."""
+"""Number of nanoseconds in a second: Ollama's API states durations in nanoseconds."""
 
 
 def error_document(error: ServingError) -> Document:
@@ -41,12 +41,14 @@ class OllamaOutput:
         self._reader = prompt.reader() if prompt.reader is not None else None
         self._calls: list[Document] = []
         self._name = self._arguments = self._id = ""
-        """The name, the arguments so far, and the id of the tool call whose text is arriving."""
+        """The name, the JSON text of the arguments so far, and the id of the tool call whose text is
+        arriving; name and arguments are "" while there is none."""
         self._began = time.monotonic()
 
     def documents(self, event: Event) -> Iterator[Document]:
         """Yields the JSON documents of Ollama's stream that one event of the engine (a token, or the end)
-        causes. A tool call is one document, after its last token; an error becomes an error document."""
+        causes. A tool call is one document, when the next call begins or the answer ends; an error becomes an
+        error document."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -65,8 +67,8 @@ class OllamaOutput:
             yield self._piece() | self._end(event)
 
     def whole(self, events: Sequence[Event]) -> Document:
-        """Returns Ollama's document of a complete answer, given all its events: at least one, and none of
-        them an error."""
+        """Returns Ollama's JSON document of a complete answer. events: all events of the answer, at least
+        one, and none of them an error."""
         content, thinking, calls, last = "", "", list[Json](), Document()
         for document in (document for event in events for document in self.documents(event)):
             part = document.get("message") if self._kind == "message" else document

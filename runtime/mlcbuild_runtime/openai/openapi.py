@@ -60,13 +60,14 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
     "/tokenize": ("The tokens of a text or of a chat.", service.TOKENIZE, (), ""),
     "/detokenize": ("The text that a list of tokens stands for.", service.DETOKENIZE, ("tokens",), ""),
 }
-"""Path of an endpoint -> (summary, fields of its request body, names of the required fields, value of
+"""Path of a POST endpoint -> (summary, fields of its request body, names of the required fields, value of
 `object` in its response, "" if it has none)."""
 
 
 def table(path: str) -> Table | None:
-    """Returns name of a field -> its schema and description, for the request bodies of an endpoint; None for
-    a path whose bodies are not checked with such a table."""
+    """Returns name of a field -> its schema and description, for the request bodies of the endpoint `path`,
+    from which a leading /v1 may be missing; None for a path whose bodies are not checked with such a table.
+    """
     entry = _BODIES.get(path) or _BODIES.get(f"/v1{path}")
     return None if entry is None else entry[1]
 

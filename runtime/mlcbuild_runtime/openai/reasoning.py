@@ -57,13 +57,14 @@ class Thinking:
 
     @property
     def prose(self) -> str:
-        """Returns a Lark terminal that matches any answer which does not begin with reasoning."""
+        """Returns the expression of a Lark terminal that matches any answer which does not begin with the
+        mark that begins reasoning, also after white space."""
         return rf"/(.|\n)*/ & ~/[ \n]*{re.escape(self.begin)}(.|\n)*/"
 
     def before(self, constraint: Constraint, space: bool, ended: bool) -> Constraint:
-        """Returns a constraint that allows reasoning first, and then an answer that matches `constraint`.
-        space: True if the text may begin with a space; ended: True if the text may end while it is reasoning.
-        """
+        """Returns a constraint that allows reasoning first (and requires its end if the prompt has begun it),
+        and then an answer that matches `constraint`. space: True if the text may begin with a space; ended:
+        True if the text may end while it is reasoning."""
         answer = as_rule(constraint)
         if constraint.kind == "lark":
             answer = f"%lark {{\n{constraint.source}\n}}"
@@ -157,10 +158,11 @@ class ThinkingReader:
 
 
 def template_variables(effort: str | None, enabled: bool | None) -> dict[str, Json]:
-    """Returns variables for a chat template that switch reasoning on or off (`enable_thinking`, `thinking`)
-    or set its effort (`reasoning_effort`), the names that templates of several model families read. Without
-    `enabled`, an effort other than "none" switches it on, "none" off; {} without both. effort: the request's
-    field `reasoning_effort`; enabled: its field `enable_thinking`; None: absent."""
+    """Returns variables for a chat template, under names that templates of several model families read:
+    `enable_thinking` and `thinking`, which switch reasoning on or off, and `reasoning_effort`, any effort but
+    "none"; {} without both parameters. `enabled` switches; without it, an effort other than "none" switches
+    reasoning on, "none" off. effort: the request's field `reasoning_effort`; enabled: its field
+    `enable_thinking`; None: absent."""
     variables: dict[str, Json] = {}
     if enabled is None and effort is not None:
         enabled = effort != "none"

@@ -13,8 +13,8 @@ from mlcbuild_runtime.openai.closed_schema import closed
 
 KEY = "response_format"
 SPACES: dict[str, Json] = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,40})?"}
-"""Options of a JSON grammar that allow one space, or a line break with indentation: models that may write any
-white space write it for ever."""
+"""Options of a JSON grammar that allow, between two tokens of JSON, at most one space, or a line break with
+up to 40 characters of indentation: models that may write any white space write it for ever."""
 
 
 def text_kind(key: str) -> Json:
@@ -47,12 +47,14 @@ SCHEMA: dict[str, Json] = {
         text_kind("grammar"),
     ]
 }
-"""JSON Schema of the field `response_format`."""
+"""JSON Schema of the field `response_format` of a request: plain text, any JSON object, JSON by a schema, a
+regular expression, or a grammar."""
 
 
 def response_format(value: Json) -> Constraint | None:
     """Returns the constraint that the field `response_format` of a request states; None for plain text.
-    Raises RequestError for an invalid value."""
+    Raises RequestError for an invalid value; whether a schema, an expression or a grammar in it can be
+    compiled is checked later."""
     match value:
         case None | {"type": "text"}:
             return None
@@ -77,8 +79,8 @@ def response_format(value: Json) -> Constraint | None:
 
 
 def schema_constraint(schema: Mapping[str, Json] | bool, param: str) -> Constraint:
-    """Returns the constraint that an answer must be JSON which the JSON schema `schema` accepts. param: name
-    of the request's field with the schema."""
+    """Returns the constraint that an answer must be JSON which the JSON schema `schema` accepts. The schema
+    is not checked here. param: the request's field with the schema, which later errors name."""
     return Constraint("json_schema", schema_text(schema), param)
 
 

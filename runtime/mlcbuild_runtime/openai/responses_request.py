@@ -1,4 +1,4 @@
-"""Requests of /v1/responses: converts their items and fields to those of a chat."""
+"""Checks requests of /v1/responses, and converts their items and fields to those of a chat completion."""
 
 from __future__ import annotations
 
@@ -156,12 +156,13 @@ class ResponsesCall:
     previous: str | None
     store: bool
     shown: Mapping[str, Json]
-    """The fields of the request that the response document repeats."""
+    """Name -> value, for the fields of the request that the response document repeats; a field that the
+    request lacks has its default value, or None."""
 
     def body(self, before: Sequence[Item]) -> dict[str, Json]:
-        """Returns the body of a chat completion with the same meaning as a request to /v1/responses. before:
-        items of the earlier conversation, which the request continues. Raises RequestError for an invalid
-        item."""
+        """Returns the body of a chat completion with the same meaning as a request to /v1/responses; its
+        `instructions` become the first message. before: items of the earlier conversation, which the request
+        continues. Raises RequestError for an invalid item."""
         listed = _messages([*before, *self.items])
         if self.instructions is not None:
             listed.insert(0, {"role": "system", "content": self.instructions})
@@ -169,8 +170,9 @@ class ResponsesCall:
 
 
 def call(body: Mapping[str, Json]) -> ResponsesCall:
-    """Returns the checked fields of a body of /v1/responses. Raises RequestError for an invalid field, naming
-    it."""
+    """Returns a checked body of /v1/responses, as the fields of an equivalent chat completions request and
+    the conversation's new items. Raises RequestError for an invalid field, naming it; details of tools and
+    formats are checked only with the chat completions request."""
     fields = RequestBody(body, TABLE)
     passed = (*_PASSED, "chat_template_kwargs", "enable_thinking")
     chat: dict[str, Json] = {key: fields.get(key) for key in passed}
@@ -235,8 +237,8 @@ def _items(value: Json) -> tuple[Item, ...]:
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
     """Returns the items of a /v1/responses conversation as chat messages. Tool calls join an assistant's
-    message directly before them, and reasoning joins the assistant's message directly after it, else it is
-    dropped. Raises RequestError for an invalid item."""
+    message directly before them, or else begin one without text; reasoning joins the assistant's message that
+    begins directly after it, or else is dropped. Raises RequestError for an invalid item."""
     converted: list[dict[str, Json]] = []
     reasoning = ""
     for i, item in enumerate(items):
