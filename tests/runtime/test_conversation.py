@@ -14,7 +14,7 @@ from mlcbuild_format.errors import EngineError, RequestError
 from mlcbuild_format.fields import Json
 from mlcbuild_runtime.chat.chat_model import AnswerPart, Speed
 from mlcbuild_runtime.chat.chat_options import ChatOptions
-from mlcbuild_runtime.chat.conversation import COMMANDS, HELP, UNANSWERED, Conversation, converse
+from mlcbuild_runtime.chat.conversation import COMMANDS, HELP, UNANSWERED, Conversation, _value, converse
 from mlcbuild_runtime.chat.rendering import plain_printer
 
 
@@ -104,6 +104,7 @@ def test_settings_are_json_or_text_and_are_checked() -> None:
     run(chat, "/set temperature 0.5", "/set stop=x y", "/set seed=", "/set top_k=[1]", "/set colour=red")
     run(chat, "/set stream=true", "/set", "/set top_p", "/set system Be kind", "/set system=")
     assert chat.settings == {"temperature": 0.5, "stop": "x y", "seed": None, "top_k": [1]}
+    assert _value("NaN") == "NaN" and _value("2e0") == 2, "what is no JSON is text"
     usage = "usage: /set name value, for example /set temperature 0.7"
     assert out.getvalue().splitlines() == [
         *("temperature = 0.5", 'stop = "x y"', "seed = null", "top_k = [1]", "unknown field 'colour'"),

@@ -18,6 +18,7 @@ import pytest
 from mlcbuild_format import bundle
 from mlcbuild_format.errors import BundleError, EngineError, SetupError
 from mlcbuild_runtime.devices import gpu
+from mlcbuild_runtime.devices.gpu_program import DeviceProgram
 from mlcbuild_runtime.executor.batch import ModelStep
 
 from . import shared
@@ -158,6 +159,20 @@ def test_a_lost_device_is_named(gpu_bundle: Path) -> None:
     with pytest.raises(EngineError, match=r"failed: .*; restart the server$"):
         executor.step(step, [greedy])
     executor.close()
+
+
+def test_a_device_lost_while_weights_are_uploaded_is_named(
+    gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = DeviceProgram._upload
+
+    def interrupted(program: DeviceProgram, *arguments: Any) -> None:
+        program.device.destroy()
+        upload(program, *arguments)
+
+    monkeypatch.setattr(DeviceProgram, "_upload", interrupted)
+    with pytest.raises(EngineError, match=r"failed: .*; restart the server$"):
+        gpu.load(gpu_bundle, bundle.manifest(gpu_bundle), None, None)
 
 
 def measured(path: Path, out: Path, *options: str, **variables: str) -> dict[str, Any]:

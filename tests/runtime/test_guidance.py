@@ -75,6 +75,7 @@ def test_errors_are_one_plain_line(grammar: str, words: str) -> None:
         ("", "unknown reason"),
         ("panic: index out of range", "llguidance cannot read it: panic: index out of range"),
         ("at 3(4): bad\n  | x\nerror: no\nmore", "bad error: no"),
+        ("error: no", "error: no"),
         ("y" * 999, "y" * 297 + "..."),
         ("NoExtensionBias", "no text fits it"),
     ],

@@ -100,8 +100,20 @@ def test_ten_interim_responses_are_accepted() -> None:
         (OK + b"data: " + b"9" * 10_000 + b"\n\n", b"", "is not a JSON object"),
         (OK + b'data: {"error":{"message":"\\u001b[31m"}}\n\n', b"", r"\\x1b\[31m"),
         (b"HTTP/1.1 400 \x1b[31m\r\n\r\n\x1b[31m", b"", r"answers 400: \\x1b\[31m"),
+        (b'HTTP/1.1 404 a\r\n\r\n{"detail":"Not Found"}', b"", r'answers 404: {"detail":"Not Found"}'),
     ],
-    ids=["HTML", "a line", "interim", "headers", "a chunk", "depth", "a number", "an error", "a status"],
+    ids=[
+        "HTML",
+        "a line",
+        "interim",
+        "headers",
+        "a chunk",
+        "depth",
+        "a number",
+        "an error",
+        "a status",
+        "no error",
+    ],
 )
 def test_whatever_a_server_sends_is_a_sentence(
     answer: bytes, more: bytes, message: str, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--threads",
         type=positive,
         metavar="N",
-        help="threads of the model (default: all cores)",
+        help="threads of the model (default: the fastest number)",
     )
     try:
         return run(parser.parse_args(words), _bundle)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from mlcbuild_format import strict_json
 from mlcbuild_format.errors import RequestError, ServingError
 from mlcbuild_format.fields import Json
 
@@ -186,8 +187,8 @@ def _value(text: str) -> Json:
     """Returns the value of a chat's setting from its text: decoded JSON if the text is JSON, the text itself
     otherwise. "", like null, gives None, with which the model's default applies again."""
     try:
-        setting: Json = json.loads(text) if text else None
-    except (ValueError, RecursionError):
+        setting: Json = strict_json.parse(text) if text else None
+    except ValueError:
         return text
     return setting
 

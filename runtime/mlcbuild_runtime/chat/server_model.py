@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Generator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from http.client import BadStatusLine, HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Self
@@ -22,8 +22,8 @@ _LARGEST = 16 << 20
 """Maximum size in bytes of a server's answer that is read as a whole, and of one line of a stream; a longer
 one raises SetupError."""
 _INTERIM = 10
-"""Maximum number of responses to one request: the interim ones (100 Continue), and the answer after them. A
-server that sends more raises SetupError."""
+"""Maximum number of interim responses (100 Continue) before the answer to one request. A server that sends
+more raises SetupError."""
 
 
 class _Response(HTTPResponse):
@@ -238,11 +238,13 @@ def _parsed(data: bytes) -> Mapping[str, Json]:
 
 def _refusal(data: bytes) -> str:
     """Returns the error message in the JSON object that a server sent with an error status; its field `error`
-    as JSON if that holds no message; the first 200 bytes as text if they are no JSON object."""
-    try:
-        return _message(_parsed(data).get("error"))
-    except ServingError:
-        return data[:200].decode(errors="replace").strip() or "nothing more"
+    as JSON if that holds no message; the first 200 bytes as text if they are no JSON object with that
+    field."""
+    with suppress(ServingError):
+        error = _parsed(data).get("error")
+        if error is not None:
+            return _message(error)
+    return data[:200].decode(errors="replace").strip() or "nothing more"
 
 
 def _message(error: Json) -> str:

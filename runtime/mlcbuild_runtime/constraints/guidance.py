@@ -160,7 +160,7 @@ def _line(message: str) -> str:
     to 300 characters; after it, behind a space, the first line that begins with "error:", if any. The other
     lines quote a grammar that the client did not write."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines() if line.strip()]
-    reason = next((line for line in lines if line.startswith("error:")), "")
+    reason = next((line for line in lines[1:] if line.startswith("error:")), "")
     first = re.sub(r"^at \d+\(\d+\): ", "", lines[0]) if lines else "unknown reason"
     shown = first if len(first) <= 300 else f"{first[:297]}..."  # it may quote a long constraint
     return f"{shown} {reason}".strip()

@@ -139,12 +139,12 @@ class DeviceProgram:
                 part = data[start : start + _UPLOAD]
                 if part.size % 4:
                     part = np.pad(part, (0, -part.size % 4))
-                self.queue.write_buffer(self._buffers[name], start, part)
+                self.write(name, part, start)
 
-    def write(self, name: str, data: NDArray[np.int32]) -> None:
-        """Writes int32 words to the start of the GPU buffer `name`; calls of the program that are executed
-        later read them. Raises EngineError if the GPU fails."""
-        self._guarded(lambda: self.queue.write_buffer(self._buffers[name], 0, data))
+    def write(self, name: str, data: NDArray[np.int32] | NDArray[np.uint8], start: int = 0) -> None:
+        """Writes data, a multiple of four bytes, to the GPU buffer `name` from its byte `start` on; calls of
+        the program that are executed later read them. Raises EngineError if the GPU fails."""
+        self._guarded(lambda: self.queue.write_buffer(self._buffers[name], start, data))
 
     def read(self, name: str, first: int, count: int) -> NDArray[np.int32]:
         """Returns `count` int32 words of the GPU buffer `name`, from word `first` on, after all earlier calls
