@@ -1,5 +1,4 @@
-"""Runs a bundle in this process, with the interface of OpenAI's client:
-`engine.chat.completions.create(...)`."""
+"""Runs a bundle in this process, called like OpenAI's client: `engine.chat.completions.create(...)`."""
 
 from __future__ import annotations
 
@@ -63,10 +62,10 @@ class _Local:
         processor, or a draft bundle that does not fit; SetupError if the machine lacks something else.
 
         threads: number of computing threads (default: the physical cores that this process may use; the first
-        load of a process decides). max_batch: maximum answers at a time (default: the library's limit).
-        speculate: "lookup", or the directory of a smaller bundle with the same vocabulary, which drafts
-        tokens; None: no drafts.
-        """
+        load of a process decides). max_batch: maximum number of answers that are generated at a time, while
+        others wait (default: the maximum of the bundle's library). speculate: source of draft tokens:
+        "lookup" for earlier text, or the directory of a smaller bundle with the same vocabulary; None: only
+        predictions in requests."""
         executor, tokenizer = untrusted.load(bundle, threads)
         how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
         self._running = engine.Engine(
@@ -84,15 +83,16 @@ class _Local:
         return self._running.state()
 
     def tokenize(self, **body: object) -> list[int]:
-        """Returns the tokens of the text in the argument `prompt`, or of the chat in the argument `messages`.
+        """Returns the tokens of the text in the argument `prompt` or, without it, of the chat in `messages`.
         Raises RequestError for an invalid field, messages that the chat template refuses, or a text that is
-        too long, TypeError for a value that JSON lacks."""
+        too long, TypeError for a value that JSON lacks, SetupError if no child process for the template can
+        be started."""
         ids = service.tokenize(self._running, _body(self._running, body | {"with_pieces": False}))["tokens"]
         assert isinstance(ids, list)
         return [token for token in ids if isinstance(token, int)]
 
     def close(self) -> None:
-        """Ends all running requests with an error, and stops the engine of this bundle."""
+        """Ends all running and waiting requests with an error, and stops the engine for good."""
         self._running.close()
 
 
@@ -180,20 +180,20 @@ class Response(JsonDocument):
 
     @property
     def output_text(self) -> str:
-        """Returns the text of all messages in the response, without its reasoning; "" if it has none."""
+        """Returns the joined texts of all messages in the response, without reasoning; "" if it has none."""
         contents = _values(self.get("output"), "message", "content")
         return "".join(str(text) for parts in contents for text in _values(parts, "output_text", "text"))
 
 
 def _values(items: Json, kind: str, name: str) -> list[Json]:
-    """Returns the field `name` of those JSON objects in a list whose `type` is `kind`; [] for no list."""
+    """Returns the field `name` of the objects with the `type` `kind` in a list; [] if `items` is no list."""
     listed = items if isinstance(items, list) else []
     return [item[name] for item in listed if isinstance(item, dict) and item["type"] == kind]
 
 
 class _Responses:
-    """Checks requests to /v1/responses, and stores their responses in memory, as the HTTP server does; the
-    base class for callers that block and for those in an event loop."""
+    """Checks requests to /v1/responses, and stores up to 1024 of their responses in memory, dropping the
+    least recently used; the base class for callers that block and for those in an event loop."""
 
     def __init__(self, running: engine.Engine) -> None:
         self._running, self._history, self._lock = running, History(), threading.Lock()
@@ -201,7 +201,7 @@ class _Responses:
     def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[CompletionJob, ResponseOutput, Kept]:
         """Checks the fields of a request to /v1/responses. Returns (the requests for the engine, the response
         that their events fill, the record to store at its end). Raises RequestError for an invalid field, or
-        a request that cannot be served."""
+        a request that cannot be served, TypeError for a value that JSON lacks."""
         call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:
             before = self._history.before(call.previous)
@@ -225,8 +225,8 @@ class _Responses:
 
 
 class Responses(_Responses):
-    """Implements OpenAI's endpoint /v1/responses for Python programs that run a bundle in their own process.
-    Each call blocks until the response is complete, or returns an iterator over its events."""
+    """OpenAI's endpoint /v1/responses for Python programs that run a bundle in their own process. `create`
+    blocks until the response is complete or, with `stream`, returns an iterator over its events."""
 
     @overload
     def create(self, *, stream: Literal[True], **body: object) -> Iterator[Response]: ...
@@ -338,8 +338,8 @@ class AsyncEmbeddings:
 
 
 class AsyncResponses(_Responses):
-    """Implements OpenAI's endpoint /v1/responses for asyncio programs that run a bundle in their own process.
-    Each call returns the complete response, or an asynchronous iterator over its events."""
+    """OpenAI's endpoint /v1/responses for asyncio programs that run a bundle in their own process. `create`
+    returns the complete response or, with `stream`, an asynchronous iterator over its events."""
 
     @overload
     async def create(self, *, stream: Literal[True], **body: object) -> AsyncIterator[Response]: ...

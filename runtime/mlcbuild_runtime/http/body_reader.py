@@ -20,9 +20,9 @@ SMALL = 32 << 10
 """Maximum bytes of a body that is parsed in the event loop, which takes 10 ms at worst. Larger bodies are
 parsed on a thread, one at a time: 8 MiB may take a second and 150 MB of memory."""
 FEW_VALUES = 1 << 13
-"""Maximum number of JSON values in a large request body that is processed at the same time as others; so many
-values take up to 0.6 MB of memory besides their texts. Bodies with more values are processed one at a time.
-"""
+"""Maximum number of JSON values, nested ones included, in a request body of more than SMALL bytes that is
+processed at the same time as others; so many values take up to 0.6 MB of memory besides their texts. Larger
+bodies with more values are processed one at a time."""
 TURN_SECONDS = 30.0
 """Maximum seconds that a request body with more than FEW_VALUES JSON values waits for other such bodies,
 which are processed one at a time: compiling their constraints may take long. The request is then refused
@@ -33,7 +33,7 @@ of each body. A request whose body exceeds it is refused (503)."""
 
 
 def _trim() -> None:
-    """Makes glibc's malloc_trim return the memory of large bodies, which is free again, to the operating
+    """Calls glibc's malloc_trim, which returns the memory of large bodies that were freed to the operating
     system; otherwise hundreds of megabytes would stay allocated. Without glibc it does nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -54,8 +54,8 @@ class BodyReader:
     async def body(self, request: Request) -> AsyncIterator[dict[str, Json]]:
         """Yields the JSON object in the body of a request, as an async context manager: the body counts as
         held in memory until the context ends. Raises RequestError with status 400 (invalid content), 408 (too
-        slow), 413 (too large), 415 (compressed) or 503 (too many large bodies), and ClientDisconnect if the
-        client disconnects before the end of the body."""
+        slow), 413 (too many bytes or JSON values), 415 (compressed) or 503 (too many large bodies at a time),
+        and ClientDisconnect if the client disconnects before the end of the body."""
         coding = ", ".join(request.headers.getlist("content-encoding"))
         if coding.lower() not in ("", "identity"):
             raise RequestError(
@@ -87,9 +87,9 @@ class BodyReader:
             return await to_thread.run_sync(parse_body, data)
 
     async def _alone(self, turn: AsyncExitStack) -> None:
-        """Waits until no other request body with many JSON values is being processed. Further such bodies
-        then wait until the exit stack `turn` is closed. Raises RequestError (503) if the wait takes longer
-        than 30 seconds (TURN_SECONDS)."""
+        """Waits until no other request body with more than 8192 (FEW_VALUES) JSON values is being processed.
+        Further such bodies then wait until the exit stack `turn` is closed. Raises RequestError (503) if the
+        wait takes longer than 30 seconds (TURN_SECONDS)."""
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await turn.enter_async_context(self._processing)

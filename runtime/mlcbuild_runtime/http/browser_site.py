@@ -35,7 +35,8 @@ POLICY = (
     " worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types mlcbuild"
 )
-"""Content security policy of every file: nothing is loaded from, or sent to, another site."""
+"""Content security policy of every file of the web site that runs a bundle in browsers: the browser loads
+nothing from another site, and sends nothing to one."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -54,8 +55,8 @@ _MEDIA_TYPES = {
 }
 _OTHER = "application/octet-stream"
 _PAGE = (".html", ".css", ".js", ".LICENSE")
-"""File name suffixes of those files of this package that belong to the web site which runs a bundle in
-browsers."""
+"""File name suffixes, each with its dot, of those files of this package that belong to the web site which
+runs a bundle in browsers."""
 
 
 def site_files(bundle: Path) -> dict[str, Path]:
@@ -106,9 +107,9 @@ def _link(source: Path, target: Path) -> None:
 
 
 def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
-    """Returns the web application that serves the files of a site, whole or in ranges; "/" is index.html, and
-    a path that is not among `paths` has the status 404. paths: path on the site -> file. access: rules for
-    access, of which only those for hosts and origins apply."""
+    """Returns the web application that serves the files of a site, whole or in ranges; "/" is index.html. A
+    path that is not among `paths`, or whose file is no longer a regular file, has the status 404. paths: path
+    on the site -> file. access: rules for access, of which only those for hosts and origins apply."""
 
     async def serve_file(request: Request) -> Response:
         path = request.path_params["path"] or INDEX
@@ -135,8 +136,8 @@ def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
 
 
 def _is_regular(path: Path) -> bool:
-    """Returns True if `path` is a regular file now, and no symbolic link. A file of a web site may have been
-    replaced since the server started."""
+    """Returns True if `path` is a regular file now; False if it is itself a symbolic link, a directory, or
+    missing. A file of a web site may have been replaced since the server started."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -144,6 +145,7 @@ def _is_regular(path: Path) -> bool:
 
 
 def run(app: Starlette, listener: socket.socket, ready: str) -> None:
-    """Serves a web application on a bound socket until SIGINT or SIGTERM; prints the line `ready` once it
-    accepts requests. Its connections have the limits of every server."""
+    """Serves a web application on a bound socket until SIGINT or SIGTERM; prints the line `ready` to standard
+    output once it accepts requests. The number of connections, and the size and time of what a client sends
+    on each, are limited as for the server of models."""
     BoundedServer(app, listener, lambda: ready).run(sockets=[listener])

@@ -28,19 +28,20 @@ HEAD_SECONDS, IDLE_SECONDS = 20.0, 75.0
 byte or the connection's start; IDLE_SECONDS is the maximum between two requests. The connection is then
 closed, with an error (408) if a part of a head has arrived."""
 WRITE_SECONDS = 120.0
-"""Maximum seconds for which the server waits while a client reads nothing of its answer; then the connection
-is closed."""
+"""Maximum seconds for which a client may leave the server's write buffer full because it reads its answer
+slowly or not at all, and for sending the rest of the last answer; then the connection is closed."""
 LINGER_BYTES, LINGER_SECONDS = 1 << 20, 2.0
-"""Bytes and seconds for which input is still received and discarded after the last answer: closing at once
-would reset the connection, and the client might lose the answer."""
+"""Maximum bytes and seconds of input that is still received and discarded after the last answer, if the
+client may be sending: closing at once would reset the connection, and the client might lose the answer."""
 SENDING_SECONDS = 0.05
-"""Seconds between two checks whether the last answer is sent, while the client reads slowly."""
+"""Seconds between two checks whether the last answer has been passed to the operating system completely,
+while the client reads slowly."""
 
 _BUFFER = memoryview(bytearray(1 << 14))
-"""The buffer into which all connections receive. Its size limits how much is parsed for one client before the
-next one: 16 KiB take 1 to 2 ms in the worst case, a body in chunks of one byte. It is used only between a
-call of `get_buffer` and the following `buffer_updated`, which an event loop never interleaves, and a process
-has one server."""
+"""The buffer of 16 KiB into which all connections receive. Its size limits how much is parsed for one client
+before the next one: it takes 1 to 2 ms in the worst case, a body in chunks of one byte. It is used only
+between a call of `get_buffer` and the following `buffer_updated`, which an event loop never interleaves, and
+a process has one server."""
 _BEGINNING = b"HTTP/1.1 "
 """The first bytes of every HTTP/1.1 response, which are the same for every status."""
 
@@ -83,8 +84,8 @@ class _Outlet(asyncio.Transport):
 
 
 class _Flow(FlowControl):
-    """Flow control of a connection's input. While `held` is True, reading stays paused, even if uvicorn wants
-    to resume it."""
+    """Flow control of a connection's input. While `held` is True, from `hold` to `release`, reading is paused
+    and calls of uvicorn to resume it are ignored; `release` resumes it."""
 
     held = False
 
@@ -164,8 +165,9 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         return True
 
     def _look_after(self, cycle: RequestResponseCycle, delay: float) -> None:
-        """Closes the connection if the client has reset it while a request runs, which asyncio cannot notice
-        without reading. Checks again after `delay` seconds, which grow, until the answer is complete."""
+        """Closes the connection if the client has reset it while a request runs, which the socket's error
+        state shows; asyncio notices it only while it reads. Checks again after `delay` seconds, which double
+        up to 1, until the answer is complete."""
         if self.ended or cycle.response_complete:
             return
         if self._wire.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -288,8 +290,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
     def end(self, unread: bool = False) -> None:
         """Closes the connection once everything is written, after 120 seconds at the latest. unread: True if
         the client may still be sending, which is also assumed after an incomplete request: its data is then
-        received and discarded, and the connection closed after 2 seconds or 1 MiB at the latest, even if not
-        everything is written."""
+        received and discarded, and the connection is closed 2 seconds after this call, or after 1 MiB of
+        data, at the latest, even if not everything is written."""
         if self.is_over:
             return
         self.ended = True
@@ -306,8 +308,9 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             self._timer = self.loop.call_later(WRITE_SECONDS, self._wire.abort)
 
     def _end_sending(self) -> None:
-        """Closes the sending half once everything is written. asyncio's `write_eof` raises an exception in
-        the event loop if the client has reset the connection meanwhile."""
+        """Closes the sending half of the connection once everything is written, or the whole connection if
+        the client has reset it. asyncio's `write_eof` is not used: after a reset it raises an exception in
+        the event loop."""
         if self._wire.is_closing():
             return
         if self._wire.get_write_buffer_size():
@@ -326,7 +329,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             super().shutdown()
 
     def drop(self) -> None:
-        """Closes the connection at once, to make room for another one."""
+        """Closes the connection at once, to make room for another one; what is not sent yet is dropped."""
         self._wire.abort()
 
     def pause_writing(self) -> None:
@@ -351,8 +354,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        """Closes the connection because its time limit has passed; the client gets an error (408) if a part
-        of a request head has arrived."""
+        """Closes the connection because the time limit for a request head, or between two requests, has
+        passed; the client gets an error (408) if a part of a head has arrived."""
         if self._input.framing:
             text = f"the request's head did not arrive completely within {HEAD_SECONDS:g} s"
             self._refuse(RequestError(text, code="timeout", status=408))

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE = 1
-"""Seconds after which open connections are closed when the server stops."""
+"""Maximum seconds for which a stopping server, after draining, waits for the end of its open connections and
+running handlers, before it cancels them."""
 BACKLOG = 2048
 """Maximum number of connections that the system queues until they are accepted."""
 
@@ -38,16 +39,16 @@ def run(
 ) -> None:
     """Serves a web application on a bound socket until SIGINT or SIGTERM.
 
-    drain: seconds that running requests get to finish after SIGTERM; after SIGINT, a second signal, or with
-    0, they are ended at once. ready_line: function that returns the line which is printed once the server
-    accepts requests.
-    """
+    drain: seconds that running requests get to finish after SIGTERM, while new ones are refused (503). After
+    SIGINT or a second signal, with 0, or if an engine has failed, running requests are ended at once with an
+    error. ready_line: function that returns the line which is printed once the server accepts requests."""
     _ModelServer(app, models, listener, drain, ready_line).run(sockets=[listener])
 
 
 class BoundedServer(uvicorn.Server):
-    """A uvicorn server whose connections have all limits of `Connection`, and are accepted while there is
-    room for them. SIGINT and SIGTERM end it."""
+    """A uvicorn server whose connections have all limits of `Connection`. At the maximum number of
+    connections, a new one takes the place of the one that has been idle longest, or waits while none is idle.
+    SIGINT and SIGTERM end the server."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, ready_line: Callable[[], str]) -> None:
         config = uvicorn.Config(
@@ -87,8 +88,8 @@ class BoundedServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Requests the end of the server after a signal; a second signal makes it end without waiting for
-        connections. uvicorn's own method would raise the signal again afterwards."""
+        """Requests the end of the server after a signal (SIGINT, SIGTERM); a second signal makes it end
+        without waiting for connections. uvicorn's own method would raise the signal again afterwards."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -129,11 +130,11 @@ class _ModelServer(BoundedServer):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Drains the server after SIGTERM. Stops a draining server when no request is left, or when the time
-        for its running requests has passed; returns True if the server must stop now. uvicorn calls it ten
-        times per second. A draining server still answers, and reports that it is not ready. No request counts
-        as left if two checks find none: between two parts of a request for many embeddings, the engine has
-        nothing to do."""
+        """Drains the server after SIGTERM: new requests are refused (503), and the server reports that it is
+        not ready. Returns True if the server must stop now: after another signal or, while draining, when no
+        request is left or the time for running requests has passed. uvicorn calls it ten times per second. No
+        request counts as left if two checks in a row find none: between two parts of a request for many
+        embeddings, the engine has nothing to do."""
         if self._is_drain_requested and self._last_moment == math.inf:
             self._begin_draining()
         state, was_idle = self._models.state(), self._was_idle

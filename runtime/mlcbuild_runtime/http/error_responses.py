@@ -16,12 +16,14 @@ from starlette.routing import BaseRoute, Route
 from mlcbuild_runtime.openai import anthropic_stream, chat_documents, ollama_stream
 
 SHOWN = 100
-"""Maximum characters of a path that an error message repeats."""
+"""Maximum characters of a request's URL path that an error message repeats; the rest of the path is left out.
+"""
 
 
 def error_document(path: str, error: ServingError) -> dict[str, Json]:
     """Returns an error as the JSON document of the API to which the URL path of the request belongs: Ollama's
-    for paths below /api, Anthropic's for /v1/messages, OpenAI's for all others."""
+    for paths below /api, Anthropic's for those that begin with /v1/messages or /messages, OpenAI's for all
+    others."""
     if path.startswith("/api/"):
         return ollama_stream.error_document(error)
     if path.removeprefix("/v1").startswith("/messages"):
@@ -30,7 +32,8 @@ def error_document(path: str, error: ServingError) -> dict[str, Json]:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Returns the response to a request whose path (404) or method (405) the server does not have."""
+    """Returns the response, an error document with a message, to a request whose path (404) or method (405)
+    the server does not have."""
     assert isinstance(error, HTTPException)
     path, status = request.url.path[:SHOWN], error.status_code
     if error.status_code == 405:

@@ -68,8 +68,8 @@ async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterato
 
 async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[None, None, T]) -> T:
     """Awaits `work`, which reads the answers, and returns its result or raises its exception. Raises
-    ClientDisconnect if the client disconnects first. In any case answers that have not ended are then
-    cancelled."""
+    ClientDisconnect, and cancels `work`, if the client disconnects first. In any case answers that have not
+    ended are then cancelled."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(request))
     try:
@@ -84,8 +84,8 @@ async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[N
 
 
 async def collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
-    """Returns one list of events for each of `count` answers, once all have ended. Raises the error of the
-    first answer that fails; the others are not cancelled here."""
+    """Returns one list of events for each of `count` answers, in their order, once all have ended. Raises the
+    error of an answer as soon as one fails; the caller must cancel the others."""
     received: list[list[Event]] = [[] for _ in range(count)]
     async for index, event in answers.events():
         received[index].append(event)

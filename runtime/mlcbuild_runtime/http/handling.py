@@ -37,12 +37,13 @@ T = TypeVar("T")
 
 COMPILERS, MAX_COMPILING = 200, 128
 """COMPILERS is the maximum number of requests with constraints (grammars, JSON schemas) whose bodies are
-processed at a time, and MAX_COMPILING the maximum number of further requests that wait for one of these
-places. There are about as many places as requests that may wait for the compilation of their constraints,
-192: see constraints/stages.py."""
+processed at a time, and MAX_COMPILING the maximum number of further ones that wait; beyond both, requests are
+refused (503). COMPILERS is a little more than 192, the number of requests that may wait for the compilation
+of their constraints: see constraints/stages.py."""
 RENDERERS = 80
-"""Maximum number of requests with chat messages whose bodies are processed at a time. Most of them wait in
-the queues for rendering the chat template, which hold 64 requests."""
+"""Maximum number of requests with chat messages, but without constraints, whose bodies are processed at a
+time; further ones wait. It is more than 64, the number of requests that the queues for rendering the chat
+template hold, in which most of them wait."""
 
 
 class RequestHandling:
@@ -81,9 +82,10 @@ class RequestHandling:
         body: Mapping[str, Json],
     ) -> CompletionJob:
         """Calls `prepare` with an engine and a request's body on another thread, and returns its result,
-        which holds the requests for the engine. Raises the exceptions of `prepare`, such as RequestError for
-        a body that cannot be served, and RequestError if too many requests wait for their constraints
-        (grammars, JSON schemas) to be compiled (503), or when the request's time limit has passed (504).
+        which holds the requests for the engine and the reply that they fill. Raises the exceptions of
+        `prepare`, such as RequestError for a body that cannot be served, and RequestError if too many
+        requests wait for their constraints (grammars, JSON schemas) to be compiled (503), or if it takes
+        longer than the server's time limit for a request (504).
 
         Constraints may take seconds to compile, and chat templates to render: they have threads of their own,
         so that other requests do not wait for them."""
@@ -104,8 +106,8 @@ class RequestHandling:
         body: Mapping[str, Json],
     ) -> T:
         """Calls `work` with an engine and a body on another thread, and returns its result or raises its
-        exception. Raises RequestError (504) when the request's time limit has passed; the thread ends soon
-        after that, since constraints and templates are bounded."""
+        exception. Raises RequestError (504) if that takes longer than the server's time limit for a request;
+        the thread ends soon after that, since constraints and templates are bounded."""
         rendering = self._rendering if body.get("messages") else None
         limiter = self._compiling if service.constrained(body) else rendering
         service.serve_in_turn(request.client.host if request.client else "")
@@ -130,19 +132,20 @@ class RequestHandling:
     def submit(
         self, request: Request, engine: Engine, requests: Sequence[EngineRequest], stream: bool = False
     ) -> AsyncAnswers:
-        """Submits requests to an engine, with the server's limits of tokens and time, and returns their
-        answers; the metrics and the access log also receive the events. stream: True if the answer is
-        streamed, for the log. Raises RequestError if the queue is full or a request does not fit the model,
-        EngineError if the engine is stopped."""
+        """Submits requests to an engine, with the server's limits of tokens and time, and returns at once the
+        object from which their answers' events are read; the metrics and the access log also receive the
+        events. stream: True if the answer is streamed, for the log. Raises RequestError if the queue is full
+        or a request does not fit the model, EngineError if the engine is stopped."""
         line, name = record(request.scope), engine.name
         line.model(name, requests, stream)
         limited = [self._limited(engine, each) for each in requests]
         return AsyncAnswers(engine, limited, lambda sink: self._metrics.watched(name, line.watched(sink)))
 
     async def embedded(self, request: Request, engine: Engine, job: EmbeddingsJob) -> list[Event]:
-        """Computes the embeddings of all texts of an HTTP request, some at a time, and returns the engine's
-        event for each, which holds its embedding. Raises RequestError if the queue is full or a text does not
-        fit the model, EngineError if the engine is stopped, ClientDisconnect if the client disconnects."""
+        """Computes the embeddings of all texts of an HTTP request, up to 64 at a time, and returns the
+        engine's event for each text, in their order, which holds its embedding. Raises RequestError if the
+        queue is full or a text does not fit the model, EngineError if the engine is stopped, ClientDisconnect
+        if the client disconnects."""
         last_events: list[Event] = []
         for wave in job.waves():
             answers = self.submit(request, engine, wave)
@@ -151,8 +154,8 @@ class RequestHandling:
         return last_events
 
     def _limited(self, engine: Engine, request: EngineRequest) -> EngineRequest:
-        """Returns a request for the engine with the server's limits of tokens (except for an embedding) and
-        time applied."""
+        """Returns a copy of a request for the engine with the server's limits applied: it generates at most
+        as many tokens as the server allows (except for an embedding), and has the server's time limit."""
         most, room = self._access.max_tokens, engine.manifest.limits.context_window - len(request.prompt)
         if most is not None and request.pooling is None and room > 0:
             count = room if request.max_tokens is None else request.max_tokens

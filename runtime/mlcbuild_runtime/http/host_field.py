@@ -13,12 +13,11 @@ _ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 
 
 def head_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str, protocol: str) -> str:
-    """Returns the reason why the head of a request must be refused; "" if it is valid.
+    """Returns the reason why the head of a request must be refused, as an error message; "" if it is valid.
 
-    target: what the request line asks for, a path or a whole URL; headers: the fields, as (name in small
-    letters, value); version: the version in the request line, such as "1.1"; protocol: the last word of the
-    request line, such as "HTTP/1.1". The parser, which reports the version alone, also accepts RTSP and ICE.
-    """
+    target: the path or whole URL in the request line; headers: the fields, as (name in lower case, value);
+    version: the version in the request line, such as "1.1"; protocol: the last word of the request line, such
+    as "HTTP/1.1". The parser, which reports the version alone, also accepts RTSP and ICE."""
     if version not in ("1.0", "1.1"):
         return f"the request has the version HTTP/{version}: send it as HTTP/1.1"
     if protocol != f"HTTP/{version}":
@@ -27,8 +26,9 @@ def head_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: s
 
 
 def _host_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
-    """Returns what is wrong with the Host fields of a request (RFC 9112, 3.2); "" if they are valid. A whole
-    URL as target must name the same host, because servers differ in which of the two they use."""
+    """Returns what is wrong with the Host fields of a request (RFC 9112, 3.2) as an error message; "" if they
+    are valid: one field, a host name or address with or without a port, or none in HTTP/1.0. A whole URL as
+    target must name the same host and port, because servers differ in which of the two they use."""
     hosts = [value for name, value in headers if name == b"host"]
     if not hosts and version != "1.0":
         return "the request has no Host: name the server, as in 'Host: localhost'"
@@ -43,9 +43,10 @@ def _host_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: 
 
 
 def _coding_fault(headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
-    """Returns what is wrong with the Transfer-Encoding of a request; "" if it is absent or `chunked` alone.
-    The HTTP parser allows further codings before `chunked`, which nobody decodes. A request of HTTP/1.0 has
-    none, since proxies that speak that version forward it without decoding (RFC 9112, 6.1)."""
+    """Returns what is wrong with the Transfer-Encoding of a request; "" if it is absent or, in HTTP/1.1,
+    `chunked` alone. The HTTP parser allows further codings before `chunked`, which nobody decodes. In
+    HTTP/1.0 any Transfer-Encoding is wrong, since proxies that speak that version forward it without decoding
+    (RFC 9112, 6.1)."""
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     if codings and version == "1.0":
         return "a request of HTTP/1.0 cannot have a Transfer-Encoding: send HTTP/1.1 or a Content-Length"

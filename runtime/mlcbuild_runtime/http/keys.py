@@ -1,5 +1,5 @@
 """Refuses (401) HTTP requests without one of the server's API keys, in `Authorization: Bearer KEY` or
-`X-API-Key`. Health checks, the chat page and the API's description need none."""
+`X-API-Key`. Health checks, the chat page and the page /docs need none."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mlcbuild_runtime.http.error_responses import error_document
 
 class Keys:
     """ASGI middleware that refuses (401) HTTP requests without one of the server's API keys, in the header
-    `Authorization: Bearer KEY` or, if that has no key, `X-API-Key`. Health checks (/ping, and paths that
-    begin with /health), the chat page and /docs need no key: they reveal nothing, and the chat page asks its
-    user for the key."""
+    `Authorization: Bearer KEY` or, if that is absent or holds no key of any scheme, in `X-API-Key`. Health
+    checks (/ping, and paths that begin with /health), the chat page and /docs need no key, unlike
+    /openapi.json: they reveal nothing, and the chat page asks its user for the key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]

@@ -24,7 +24,8 @@ _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class LlamaEndpoints:
-    """The endpoints of llama.cpp's server that OpenAI's API does not have."""
+    """The endpoints of llama.cpp's server that OpenAI's API does not have: /completion, /apply-template,
+    /props and /slots."""
 
     def __init__(self, requests: RequestHandling) -> None:
         self._requests = requests
@@ -70,14 +71,17 @@ class LlamaEndpoints:
 
     async def _described(self, request: Request, describe: Callable[[Engine], Json]) -> Response:
         """Returns the response of an endpoint that describes a model: the one that the query parameter
-        `model` names, or the first one. describe: function from the model's engine to the JSON document."""
+        `model` names, or the first one, loaded if necessary. describe: function from the model's engine to
+        the JSON document. Raises RequestError if there is no such model (404) or it cannot be loaded (500,
+        503)."""
         with ExitStack() as use:
             engine = await self._requests.engine({"model": request.query_params.get("model")}, use)
             return JSONResponse(await run_in_threadpool(describe, engine))
 
 
 async def _lines(answers: AsyncAnswers, output: LlamaOutput) -> AsyncIterator[str]:
-    """Yields the server-sent events of a streamed llama.cpp answer, one text each."""
+    """Yields the server-sent events of a streamed answer in llama.cpp's form, one text each; an error of the
+    engine is the last event."""
     async for index, event in answers.events():
         for document in output.documents(index, event):
             yield f"data: {_compact(document)}\n\n"

@@ -26,8 +26,9 @@ def json_line(fields: Mapping[str, object]) -> str:
 
 
 def event_line(message: str, form: str, level: int = logging.INFO) -> str:
-    """Returns the line about an event in a server's life, such as its end, without a line feed. form: "json"
-    for a JSON object with the fields `time`, `level` and `message`; any other form is text for people."""
+    """Returns the line about an event in a server's life, such as its end, without a line feed and with
+    control characters escaped. form: "json" for a JSON object with the fields `time`, `level` and `message`;
+    any other form is text for people, without the level."""
     if form != "json":
         return f"mlcbuild-serve: {printable(message)}"
     return JsonFormatter().format(logging.LogRecord(__name__, level, "", 0, message, None, None))
@@ -42,8 +43,8 @@ def asks_for_json(words: Sequence[str]) -> bool:
 @contextmanager
 def usage_errors(words: Sequence[str]) -> Iterator[None]:
     """Returns a context in which a command line is parsed. If its arguments `words` select a log of JSON
-    lines, the error of argparse is such a line, without the usage. The SystemExit of argparse is raised
-    again."""
+    lines, the error of argparse is written to standard error as such a line, without the usage. The
+    SystemExit of argparse is raised again."""
     if not asks_for_json(words):
         yield
         return
@@ -58,8 +59,8 @@ def usage_errors(words: Sequence[str]) -> Iterator[None]:
 
 
 class JsonLines(io.StringIO):
-    """A stream that writes each line of a text to standard error, as a JSON object. A text without a line
-    feed at its end counts as a whole line."""
+    """A stream that writes each line of a text to standard error, as a JSON object with the fields `time`,
+    `level` (INFO) and `message`. A text without a line feed at its end counts as a whole line."""
 
     def write(self, text: str) -> int:
         for line in text.splitlines():
@@ -68,7 +69,8 @@ class JsonLines(io.StringIO):
 
 
 class OneLineFormatter(logging.Formatter):
-    """A log formatter that writes each message as one line; only a traceback has more lines."""
+    """A log formatter that writes each message as one line, with line breaks and control characters as Python
+    escapes; only a traceback has more lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return printable(super().formatMessage(record).rstrip("\n"))
@@ -78,8 +80,8 @@ class OneLineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A log formatter that writes each message as a JSON object on one line, with the fields `time`, `level`,
-    `message` and, after a failure, `traceback`."""
+    """A log formatter that writes each message as a JSON object on one line, with the fields `time` (ISO
+    8601, UTC, milliseconds), `level`, `message` and, after a failure, `traceback`."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -90,9 +92,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def to_stderr(form: str = "text") -> None:
-    """Sends the process's log to standard error, unless logging is configured already: warnings, and what
-    the runtime itself reports, such as a model that was loaded. form: "json" for lines of JSON, also for
-    Python's warnings and for exceptions that nobody handles; any other form is text for people."""
+    """Configures the process's log: warnings, and what the runtime itself reports at level INFO, such as a
+    model that was loaded, go to standard error, or to the handlers that the root logger has already. form:
+    "json" for lines of JSON on standard error, also for Python's warnings and for exceptions that nobody
+    handles; any other form is text for people."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter() if form == "json" else OneLineFormatter("%(levelname)s: %(message)s")

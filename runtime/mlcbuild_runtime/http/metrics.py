@@ -72,8 +72,9 @@ class Metrics:
         )
 
     def watched(self, model: str, sink: Sink) -> Sink:
-        """Returns a function for the events of one answer: it records their times and the finish reason in
-        the metrics of `model`, and passes each event to `sink`. Times count from this call."""
+        """Returns a function for the events of one answer, which passes each event to `sink`. It records in
+        the metrics of `model` the finish reason, and in seconds the times from this call to the first token
+        and to the end, and the mean time of each further token."""
         start, first = time.perf_counter(), 0.0
 
         def take(event: Event) -> None:
@@ -96,7 +97,8 @@ class Metrics:
         self._errors.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """Returns the metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format, encoded in UTF-8, with the engines' state at this
+        call."""
         return generate_latest(self._registry)
 
 

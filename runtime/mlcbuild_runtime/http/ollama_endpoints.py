@@ -126,8 +126,9 @@ class OllamaEndpoints:
     async def _embedded(
         self, request: Request, read: Callable[[Mapping[str, Json]], EmbeddingInput]
     ) -> tuple[EmbeddingsJob, list[Json]]:
-        """Returns (checked request, embedding of each text) for the body of `request`. read: function that
-        returns the texts and options in a body. Raises RequestError for a body or a text that cannot be
+        """Returns (the requests to the engine, the embeddings as lists of numbers, in the order of the texts)
+        for the body of `request`. read: function from a body to (texts, True if long ones are cut, number of
+        values of each embedding or None for all). Raises RequestError for a body or a text that cannot be
         served, ClientDisconnect if the client disconnects."""
         with ExitStack() as use:
             async with self._requests.body(request) as body:
@@ -164,7 +165,7 @@ async def _embeddings(
 
 
 async def _lines(answers: AsyncAnswers, output: OllamaOutput) -> AsyncIterator[str]:
-    """Yields the JSON lines of a streamed Ollama answer."""
+    """Yields the JSON lines of a streamed answer in Ollama's form; the last one states the end or error."""
     async for _, event in answers.events():
         for document in output.documents(event):
             yield f"{_compact(document)}\n"

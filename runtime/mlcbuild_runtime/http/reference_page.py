@@ -1,4 +1,5 @@
-"""Renders the OpenAPI document as the page /docs, HTML without scripts and requests to other sites."""
+"""Renders the OpenAPI document as the page /docs: HTML that has no scripts and loads nothing from other
+sites."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def page(document: _Mapping) -> str:
 
 
 def _operations(document: _Mapping) -> Iterator[str]:
-    """Yields an HTML element for each operation (HTTP method and path) of the server's OpenAPI document, in
-    its order."""
+    """Yields the text of an HTML element for each operation (HTTP method and path) of the server's OpenAPI
+    document, in its order."""
     for path, methods in cast("Mapping[str, _Mapping]", document["paths"]).items():
         for method, operation in cast("Mapping[str, _Mapping]", methods).items():
             head = f"<code>{method.upper()} {escape(path)}</code> {escape(str(operation['summary']))}"

@@ -1,9 +1,8 @@
 """Divides the bytes received on a connection into HTTP requests, and holds those that are not parsed yet.
 
 The parser is fed up to the end of one request, so that the next one waits unparsed. Where a request ends
-shows only in its bytes: a line without content ends its head and a chunked body, and a body with a length
-ends after as many bytes.
-"""
+shows only in its bytes: an empty line ends its head and a chunked body, and a body with a Content-Length ends
+after as many bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +11,16 @@ from collections.abc import Iterable
 
 HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
 """HEAD_BYTES is the maximum number of bytes of an HTTP request's head, and HEAD_FIELDS the maximum number of
-its header fields. A chunked body may have at most HEAD_FIELDS trailers, and its framing (chunk sizes, line
-ends, trailers) at most HEAD_BYTES plus 8 bytes for each byte of content."""
+its header fields. A chunked body may have at most HEAD_FIELDS trailers, and with its chunk sizes, line ends
+and trailers at most HEAD_BYTES plus 8 bytes for each byte of content. A request beyond that is refused (431,
+or 414 for a long request line)."""
 
 _END = re.compile(rb"\n\r?\n")
-"""Regular expression that matches the end of a request's head or of a chunked body; the data of a chunk may
-match, too."""
+"""Regular expression that matches the end of a request's head or of a chunked body. The data of a chunk may
+match, too: the parser then merely gets the body in more parts."""
 _LINE_END = len(b" HTTP/1.1\r\n")
-"""Number of bytes that are kept of the end of a request line: enough for its protocol and version."""
+"""Number of bytes that are kept of the end of a request line: enough for its protocol with the version, such
+as "HTTP/1.1", and the line break."""
 
 
 class RequestInput:
@@ -33,10 +34,11 @@ class RequestInput:
         self.has_line = False
         """True once the first line of the HTTP request has arrived completely."""
         self._line_end = b""
-        """The last bytes of the HTTP request's first line, as far as it has arrived, with its line break."""
+        """The last bytes of the HTTP request's first line (_LINE_END, 11), as far as it has arrived, with its
+        line break."""
         self.framing = 0
-        """Number of bytes parsed so far of the request's head or, in a chunked body, of its framing: chunk
-        sizes, line ends and trailers."""
+        """Number of bytes passed to the parser so far of the request's head or, after it, of a chunked body,
+        with its content, chunk sizes, line ends and trailers."""
         self._ahead, self._at = b"", 0
         """The received bytes of the connection (`_ahead`), and the index among them of the first byte that
         has not been parsed (`_at`)."""
@@ -48,7 +50,8 @@ class RequestInput:
         """Two counts of the HTTP request that is being read: bytes of its body's content so far, and header
         fields so far or, in its body, trailers."""
         self._left = 0
-        """Number of bytes that have not been received yet of a request body with a Content-Length."""
+        """Number of bytes of a request body with a Content-Length that have not been passed to the parser
+        yet; 0 for any other body, and while the head is read."""
 
     def receive(self, data: bytes) -> None:
         """Appends received bytes to the buffer of bytes that are not parsed yet."""
@@ -63,9 +66,9 @@ class RequestInput:
         return self._at >= len(self._ahead)
 
     def take(self) -> bytes:
-        """Returns the received bytes that are not parsed yet, and counts them as parsed. While the head of an
-        HTTP request is being parsed, they reach at most to the end of the head, and later at most to the end
-        of the request."""
+        """Returns the next received bytes that are not parsed yet, and counts them as parsed. While the head
+        of an HTTP request is being parsed, they reach at most to the end of the head, and later at most to
+        the end of the request; bytes after that are returned by a later call."""
         part = self._ahead[self._at : self._at + self._size()]
         self._at += len(part)
         if self._left:
@@ -96,12 +99,14 @@ class RequestInput:
     # Events of the parser
 
     def begin(self) -> None:
-        """Resets the counts of header fields and of the body's bytes when the next HTTP request begins."""
+        """Resets the counts of the HTTP request's header fields and of its body's bytes, when the parser has
+        reached the first byte of the next request."""
         self.in_body, self._payload, self._fields, self._left = False, 0, 0, 0
 
     def add_head(self, part: bytes) -> None:
-        """Reads the request line from a part of the HTTP request's head. Empty lines before it, which the
-        parser skips, are not part of it."""
+        """Reads the next part of the HTTP request's head: stores the end of the request line, from which
+        `protocol` is read, and records when that line is complete. Empty lines before it, which the parser
+        skips, are not part of it."""
         self.has_line |= b"\n" in part
         if not self._line_end.endswith(b"\n"):
             begun = self._line_end + part if self._line_end else part.lstrip(b"\r\n")
@@ -110,7 +115,8 @@ class RequestInput:
 
     @property
     def protocol(self) -> str:
-        """Returns the last word of the request line, such as "HTTP/1.1"."""
+        """Returns the last word of the request line as text, such as "HTTP/1.1"; it is called once the line
+        has arrived."""
         return self._line_end.rpartition(b" ")[2].strip().decode("latin-1")
 
     def add_field(self) -> bool:
@@ -119,8 +125,9 @@ class RequestInput:
         return self._fields <= HEAD_FIELDS
 
     def end_head(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Records that the head of the request is complete, and reads the length of the body from it.
-        headers: its fields, as (name in small letters, value)."""
+        """Records that the head of the request is complete, and reads the length of the body from it: 0
+        without a Content-Length, which the parser has checked. headers: the fields, as (name in lower case,
+        value)."""
         self.in_body, self._tail = True, b""
         self.framing, self._fields = 0, 0
         self._left = next((int(value) for name, value in headers if name == b"content-length"), 0)

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from mlcbuild_runtime.http.accesslog import Form
 
 DRAIN = 25
-"""Seconds that running requests get to finish after SIGTERM; container managers kill after 30."""
+"""Default number of seconds that running requests get to finish after SIGTERM; container managers kill a
+process 30 seconds after that signal."""
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 
 
 @dataclass(frozen=True)
 class Logs:
-    """The logs that a server writes about requests and the steps of its engine."""
+    """The settings of the logs that a server writes: lines about requests, and the trace of its engines'
+    steps."""
 
     file: str | None = None
     """File to which a line of JSON is appended for each request; "-" is standard output."""
@@ -73,9 +75,10 @@ class ServerOptions:
 
 def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | None = None) -> int:
     """Serves bundles over HTTP until SIGINT or SIGTERM, or writes the files of a web site if `options.site`
-    is set; returns the exit code: 0, after an error 1 or 3, or 130 if SIGINT comes before the server runs.
-    Errors are printed to standard error. A key in the environment variable MLCBUILD_API_KEY is accepted
-    besides those of the options.
+    is set. Returns the exit code: 0, also after a signal that ends the running server; 3 if this machine or
+    the options do not allow it; 1 after another error; 130 if SIGINT comes before the server runs. Errors are
+    printed to standard error. A key in the environment variable MLCBUILD_API_KEY is accepted besides those of
+    the options.
 
     bundles: one or several, each DIRECTORY or NAME=DIRECTORY; a directory of bundles, without a NAME, stands
     for all of them. A web page for browsers requires exactly one DIRECTORY. A single bundle is loaded at
@@ -104,9 +107,9 @@ def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | N
 
 
 def _with_keys(access: Access) -> Access:
-    """Returns the rules for access with the key in the environment variable MLCBUILD_API_KEY, if any, and
-    without white space around keys, with which no request can send them. Raises SetupError for an empty key,
-    which any client could send."""
+    """Returns `access` with the key in the environment variable MLCBUILD_API_KEY added to its keys, if it is
+    set, and without white space around keys, with which no request can send them. Raises SetupError if a key
+    is empty or only white space, which any client could send."""
     named = os.environ.get(KEY_VARIABLE)
     keys = tuple(key.strip() for key in (*access.keys, *([named] if named else ())))
     if not all(keys):
@@ -118,9 +121,9 @@ def _with_keys(access: Access) -> Access:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to an address. It is bound before the model is loaded, so that a port in
-    use fails quickly. Raises SetupError if the address or port cannot be used.
-    """
+    """Returns a socket that is bound to an address and does not listen yet. port: 0 selects any free port. It
+    is bound before the model is loaded, so that a port in use fails quickly. Raises SetupError if the address
+    or port cannot be used."""
     if not 0 <= port < 1 << 16:
         raise SetupError(f"cannot listen on {host} port {port}: a port is a number from 0 to 65535")
     try:
@@ -149,7 +152,8 @@ def _for_listener(access: Access, listener: socket.socket) -> Access:
 
 def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
     """Returns the file of the access log, opened for appending, as a context manager; it yields None if
-    `name` is None. "-" is standard output. Raises SetupError if the file cannot be written."""
+    `name` is None. "-" is standard output, which stays open. Raises SetupError if the file cannot be written.
+    """
     if name is None or name == "-":
         return nullcontext(None if name is None else sys.stdout)
     try:
@@ -168,8 +172,8 @@ def _log(form: str) -> list[tuple[TextIO, Form]]:
 
 
 def _trace(name: str | None) -> Trace | None:
-    """Returns the trace file `name`, opened for writing; None if no name is stated. Raises SetupError if the
-    file cannot be written."""
+    """Returns the file `name` for the trace of the engines' steps, opened for writing, so that its earlier
+    content is lost; None if no name is stated. Raises SetupError if the file cannot be written."""
     from mlcbuild_runtime.engine.trace import Trace
 
     try:
@@ -179,9 +183,9 @@ def _trace(name: str | None) -> Trace | None:
 
 
 def _serve_site(bundles: Sequence[str | Path], options: ServerOptions, listener: socket.socket | None) -> int:
-    """Serves the web page that runs a bundle in browsers, and returns the exit code. Without a listener,
-    writes the page's files to the directory `options.site` instead. Raises ServingError for options or a
-    bundle that the page cannot use."""
+    """Serves the web page that runs a bundle in browsers until a signal, and returns the exit code 0. Without
+    a listener, writes the page's files to the directory `options.site` instead. Raises ServingError for
+    options or a bundle that the page cannot use, and if the files cannot be written."""
     from mlcbuild_runtime.http import browser_site
 
     if len(bundles) != 1:
@@ -243,8 +247,9 @@ def _serve(
 
 
 def _ready_line(models: Models, url: str) -> str:
-    """Returns the line that announces, once the server is ready, the served models, the URL
-    and the limits."""
+    """Returns the line that announces that the server is ready. For a loaded model it states its first name,
+    the URL, the device, and the limits (context, batch, prefill chunk, memory); for several, which are loaded
+    later, the URL, the memory for all of them, and their names."""
     requested, first = models.requested, models.entries[0]
     if first.engine is None or first.chosen is None:
         names = ", ".join(name for entry in models.entries for name in entry.names)

@@ -1,4 +1,5 @@
-"""The HTTP server: OpenAI's endpoints over one or several engines. See runtime/README.md."""
+"""The HTTP server: the endpoints of OpenAI's and Anthropic's APIs, and the routes of all others, over one or
+several engines. See runtime/README.md."""
 
 from __future__ import annotations
 
@@ -63,8 +64,7 @@ def create_app(
     """Returns the web application that serves a running engine, or several models.
 
     access: rules for access; None: clients need no key and may address any host. access_logs: (stream, form
-    of its lines) of each access log.
-    """
+    of its lines, "json" or "text") of each access log."""
     access = access or Access()
     models = Models.of(running) if isinstance(running, Engine) else running
     server = _Server(models, access)
@@ -131,7 +131,8 @@ def _routes(server: _Server, keys: bool) -> list[Route]:
 
 
 def _api(keys: bool) -> Callable[[Request], Awaitable[Response]]:
-    """Returns the handler of /openapi.json. keys: True if requests must have an API key."""
+    """Returns the handler of /openapi.json. keys: True if the document is to state that requests need an API
+    key."""
     document = openapi.document(keys)
 
     async def describe(_request: Request) -> Response:
@@ -141,8 +142,8 @@ def _api(keys: bool) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _reference(keys: bool) -> Callable[[Request], Awaitable[Response]]:
-    """Returns the handler of /docs, the OpenAPI document as a page. keys: True if requests must have an API
-    key."""
+    """Returns the handler of /docs, the OpenAPI document as an HTML page. keys: True if the page is to state
+    that requests need an API key."""
     text = reference_page.page(openapi.document(keys))
 
     async def show(_request: Request) -> Response:
@@ -160,7 +161,8 @@ async def page(_request: Request) -> Response:
 async def _message_events(
     answers: AsyncAnswers, output: anthropic_stream.MessageOutput
 ) -> AsyncIterator[dict[str, Json]]:
-    """Yields the events of a streamed answer as the JSON documents of Anthropic's API."""
+    """Yields the events of a streamed answer as the JSON documents (dictionaries) of Anthropic's API; an
+    error of the engine is the event `error`, the last one."""
     yield output.begin()
     async for _, event in answers.events():
         for document in output.events(event):
@@ -168,7 +170,8 @@ async def _message_events(
 
 
 class _Server:
-    """The endpoints of the HTTP server, with the state that they share."""
+    """The handlers of the HTTP server's endpoints, except Ollama's and llama.cpp's, with the state that they
+    share: the models, the metrics, and the responses of /v1/responses."""
 
     def __init__(self, models: Models, access: Access) -> None:
         self._models, self._access = models, access

@@ -27,8 +27,9 @@ def is_loopback(name: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Returns the host in the value of a Host header in small letters, without the port: a name without
-    final dots, or the IPv6 address between the brackets. The value is not checked."""
+    """Returns the host in the value of a Host header in lower case, without the port: a name without final
+    dots, or the IPv6 address between the brackets. The value is not checked: an invalid one raises nothing.
+    """
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower().rstrip(".")
@@ -42,7 +43,7 @@ class Sites:
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
         """Creates the middleware that checks the Host and Origin headers of requests. hosts: host names that
         requests may address besides those of the loopback interface. origins: origins of web pages that may
-        send requests; "*" stands for all."""
+        send requests besides the server's own, such as "https://example.org"; "*" among them allows all."""
         self._app, self._hosts, self._origins = app, {host_name(host) for host in hosts}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -27,20 +27,21 @@ class AnswerSyntax(Protocol):
         ...
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint that the text of an answer must match, with its reasoning and tool calls;
-        None if any text is allowed. space: True if the answer may begin with a space. Raises RequestError if
-        the request states a grammar beside tools."""
+        """Returns the constraint (a grammar, JSON schema or regular expression) that the text of an answer
+        must match, with its reasoning and tool calls; None if any text is allowed. space: True if the answer
+        may begin with a space. Raises RequestError if the request states a grammar beside tools."""
         ...
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser which splits one answer into reasoning, text and tool
-        calls; None if the whole answer is text."""
+        """Returns a function without arguments that creates the parser which splits one answer into
+        reasoning, text and tool calls; None if the whole answer is text."""
         ...
 
 
 def answer_syntax(tokenizer: Tokenizer, form: Form, prompt: str) -> AnswerSyntax:
-    """Returns the syntax of the answers to a prompt, according to the tokenizer's chat template. form: the
-    syntax of tool calls; prompt: the rendered prompt."""
+    """Returns the syntax of the answers to a prompt: how reasoning, text and tool calls are marked, according
+    to the tokenizer's chat template. form: the syntax of the model's tool calls; prompt: the rendered prompt,
+    which may begin the answer's reasoning or end it."""
     channels = Harmony.of(tokenizer.template.source, tokenizer.vocabulary)
     if channels is not None:
         return ChannelSyntax(channels)
@@ -56,17 +57,18 @@ class ChannelSyntax:
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
         """Returns text -> number of the token in the vocabulary, for the special tokens that divide an answer
-        into channels, such as "<|channel|>"."""
+        into channels, such as "<|channel|>", and so must appear in the text of the answer."""
         return self.channels.tokens
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint that the text of an answer must match, None for no constraint; `space` has
-        no effect. Raises RequestError if the request states a grammar beside tools."""
+        """Returns the constraint that the text of an answer must match; None if any text is allowed. space:
+        True if the answer may begin with a space, which has no effect here. Raises RequestError if the
+        request states a grammar beside tools."""
         return self.channels.constraint(call.toolbox, call.options.constraint)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser which splits one answer into reasoning, text and tool
-        calls; None if the whole answer is text."""
+        """Returns a function without arguments that creates the parser which splits one answer into
+        reasoning, text and tool calls; None if the whole answer is text."""
         has_tools = call.toolbox is not None
         return partial(HarmonyReader, has_tools) if has_tools or call.splits_reasoning else None
 
@@ -81,13 +83,14 @@ class MarkedSyntax:
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
         """Returns text -> number of the token in the vocabulary, for the marks around tool calls and
-        reasoning that are special tokens, such as "<think>"."""
+        reasoning that are special tokens, such as "<think>", and so must appear in the text of the answer.
+        Those of tool calls are included only if the request has tools."""
         call_tokens = {} if call.toolbox is None else self.form.tokens
         return {**call_tokens, **({} if self.thinking is None else self.thinking.tokens)}
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint that the text of an answer must match, None for no constraint. space: True
-        if the answer may begin with a space. Raises RequestError if the request states a grammar beside
+        """Returns the constraint that the text of an answer must match; None if any text is allowed. space:
+        True if the answer may begin with a space. Raises RequestError if the request states a grammar beside
         tools."""
         box, constraint = call.toolbox, call.options.constraint
         free = box is not None and box.choice == "auto" and constraint is None
@@ -99,8 +102,8 @@ class MarkedSyntax:
         return self.thinking.before(constraint, space, free)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser which splits one answer into reasoning, text and tool
-        calls; None if the whole answer is text."""
+        """Returns a function without arguments that creates the parser which splits one answer into
+        reasoning, text and tool calls; None if the whole answer is text."""
         box, formatted = call.toolbox, call.options.constraint is not None
         texts = {} if box is None else {tool.name: tools.text_parameters(tool) for tool in box.tools}
         inner = None if box is None else partial(Reader, self.form, box.choice, formatted, texts)

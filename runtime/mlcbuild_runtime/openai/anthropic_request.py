@@ -92,8 +92,9 @@ def counted_body(body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _chat(fields: RequestBody) -> dict[str, Json]:
-    """Returns the messages, tools and options for thinking of a request of Anthropic's API, as fields of a
-    chat completion. Raises RequestError for an invalid field."""
+    """Returns what a request of Anthropic's API states about messages, tools, thinking and the answer's
+    format, as fields of a chat completion; sampling parameters and limits are left out. Raises RequestError
+    for an invalid field."""
     messages: list[Json] = []
     if (system := fields.get("system")) is not None:
         messages.append({"role": "system", "content": _text("system", system)})
@@ -124,8 +125,9 @@ def _chat(fields: RequestBody) -> dict[str, Json]:
 
 
 def _output(config: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the field `output_config` of Anthropic's API as fields of a chat completion; the effort "max"
-    becomes "xhigh". Raises RequestError for a format that is no JSON schema."""
+    """Returns the field `output_config` of Anthropic's API as fields of a chat completion: `effort` becomes
+    `reasoning_effort`, "xhigh" for "max", and `format` becomes `response_format`; absent ones are left out.
+    Raises RequestError for a format that is not {"type": "json_schema", "schema": an object}."""
     chat: dict[str, Json] = {}
     if (effort := config.get("effort")) is not None:
         chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
@@ -144,9 +146,9 @@ def _output(config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _messages(where: str, message: Json) -> list[Json]:
     """Returns a message of Anthropic's API as OpenAI chat messages: one for each tool result in it, then one
-    for the rest, which is left out if it has no text beside tool results. Texts of several blocks are joined
-    without a separator. where: the message's place, for errors. Raises RequestError for an invalid message.
-    """
+    with its text, reasoning and tool calls, which is left out if the message has tool results and no text.
+    Texts of several blocks are joined without a separator. where: the message's place, for errors. Raises
+    RequestError for an invalid message, or a block of a kind that its role cannot hold, such as an image."""
     match message:
         case {"role": "user" | "assistant" as role, "content": str() | list() as content}:
             blocks: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content

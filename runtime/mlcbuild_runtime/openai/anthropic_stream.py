@@ -38,7 +38,8 @@ block, type of its delta, field of the delta with the text) in Anthropic's strea
 
 
 def error_document(error: ServingError) -> Document:
-    """Returns an error as the JSON document of Anthropic's API."""
+    """Returns an error as the JSON document of Anthropic's API; its type follows from the HTTP status, which
+    is 500 unless the error is a RequestError."""
     status = error.status if isinstance(error, RequestError) else 500
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
@@ -128,8 +129,8 @@ class MessageOutput:
 
 
 def _arguments(text: str) -> Json:
-    """Returns the arguments of a tool call, decoded from JSON; {} if the text is not complete JSON, because
-    the limit of tokens has cut the call off."""
+    """Returns the arguments of a tool call, decoded from JSON; {} if the text is not valid JSON, because the
+    limit of tokens has cut the call off."""
     try:
         value: Json = json.loads(text)
     except ValueError:

@@ -157,7 +157,8 @@ COMPLETION: Table = {
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The settings that chat and text completions have in common."""
+    """The checked settings of a request that chat and text completions have in common: sampling parameters,
+    ends of the answer, constraint, number of answers, streaming."""
 
     sampling: Sampling
     stop: tuple[str, ...]
@@ -186,7 +187,7 @@ class ChatCall:
     """True if the reasoning is returned in a separate field of the answer's message, False if it is part of
     the message's content."""
     prediction: str
-    """Text that the client expects as the answer; "" if it expects none."""
+    """Text that the client expects as the answer, from which tokens are drafted; "" if it expects none."""
     options: GenerationOptions
 
 
@@ -335,8 +336,9 @@ def _stop_tokens(value: Json) -> tuple[int, ...]:
 
 
 def prompts(key: str, value: Json) -> tuple[str | tuple[int, ...], ...]:
-    """Returns the prompts in `value`, the field `key` of a request: a text, a list of tokens, or a list of
-    these. Each prompt is a text or its tokens. Raises RequestError for anything else."""
+    """Returns the prompts in `value`, the field `key` of a request: a text, a list of token numbers, or a
+    list of these. Each prompt is a text, which may be empty, or a tuple of token numbers. Raises
+    RequestError, naming `key`, for anything else, such as an empty list."""
     listed = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     return tuple(_prompt(key, item, value) for item in listed)
 
