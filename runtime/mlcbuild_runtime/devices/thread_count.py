@@ -2,8 +2,8 @@
 fastest.
 
 The cores of one machine may differ in speed, some run two threads each, and a control group may grant less
-than a core. The contents of `/sys` and `/proc` are read below `root`, so that other machines can be
-simulated. Source of the files: Linux's Documentation/ABI/testing/sysfs-devices-system-cpu and
+than a core. The files of `/sys` and `/proc` are read below the directory `root`, so that other machines can
+be simulated. Source of the files: Linux's Documentation/ABI/testing/sysfs-devices-system-cpu and
 Documentation/admin-guide/cgroup-v2.rst; of NUMA distances: include/linux/topology.h; of the names of sysctl:
 `man 3 sysctl` of macOS.
 """
@@ -23,9 +23,9 @@ STATIC = 0.92
 """Fraction of a decode step's work that is divided equally among the threads before the step begins; threads
 that finish early take parts of the rest. It is the largest such fraction of all CPU kernels."""
 _INTEL_EFFICIENCY, _APPLE_EFFICIENCY = 0.4, 0.35
-"""Vector throughput of an efficiency core divided by that of a performance core of the same chip: half as
-many vector pipes at 0.7 to 0.8 of the clock.
-Estimated from published pipe counts and clocks, not measured."""
+"""Vector throughput of an efficiency core divided by that of a performance core of the same chip, for Intel
+(first) and for Apple (second): half as many vector pipes at 0.7 to 0.8 of the clock. Estimated from published
+pipe counts and clocks, not measured."""
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
 _REMOTE_DISTANCE = 20
@@ -36,9 +36,11 @@ _FULL = 1024
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """Returns the number of threads that compute fastest on the processors of one socket, within the CPU
-    quota of the process's control group; at least 1. One thread per physical core at most: threads of one
-    core share its vector units."""
+    """Returns the number of threads that compute fastest, within the CPU quota of the process's control
+    group; at least 1. It is one per physical core at most, because threads of one core share its vector
+    units, and on Linux only the cores of the fastest socket count. Where the cores cannot be listed (neither
+    Linux nor macOS), it is the number of logical processors. root: the directory that contains sys/ and
+    proc/."""
     if sys.platform == "linux":
         speeds = core_speeds(default_processors(root), root)
     elif sys.platform == "darwin":
@@ -50,7 +52,8 @@ def default_threads(root: Path = Path("/")) -> int:
 
 
 def default_processors(root: Path = Path("/")) -> frozenset[int]:
-    """Returns the processors of the socket that computes fastest, of those that this process may use (Linux).
+    """Returns the logical processors of the socket that computes fastest, of those that this process may use.
+    It needs Linux: other systems may raise AttributeError. root: the directory that contains sys/.
 
     Weights lie in the memory of the socket whose threads read them first. A decoding step is bound by reading
     them, so threads of another socket would wait for its memory, and every barrier of a kernel would cross
@@ -60,8 +63,8 @@ def default_processors(root: Path = Path("/")) -> frozenset[int]:
 
 
 def stay_on_socket() -> None:
-    """Restricts the calling thread, and the threads it starts, to the processors of the socket that computes
-    fastest; only on Linux, and only if the system permits it."""
+    """Restricts the calling thread, and the threads that it starts later, to the processors of the socket
+    that computes fastest. Does nothing on other systems than Linux, or if the system forbids it."""
     if sys.platform == "linux":
         with suppress(OSError):  # A sandbox may forbid it; the threads then move between sockets.
             os.sched_setaffinity(0, default_processors())
@@ -70,7 +73,7 @@ def stay_on_socket() -> None:
 def best_socket(allowed: Collection[int], root: Path) -> frozenset[int]:
     """Returns those of the allowed processors that are on the fastest socket; all of them where the system
     lists no NUMA nodes. Of equally fast sockets the one with the lowest node is returned. allowed: numbers of
-    logical processors; root: where /sys is."""
+    logical processors; root: the directory that contains sys/."""
     nodes = sorted(_processor_list(root / _NODES / "online"))
     sockets = []
     for node in nodes:
@@ -97,11 +100,11 @@ def best_count(speeds: Collection[float]) -> int:
 
 def core_speeds(allowed: Collection[int], root: Path) -> list[float]:
     """Returns the speed of each physical core that has a logical processor in `allowed`, relative to the
-    machine's fastest core, which has 1. allowed: numbers of logical processors; root: the directory that
-    contains sys/.
+    machine's fastest core, which has 1; a core also has 1 if the system does not report its speed. allowed:
+    numbers of logical processors; root: the directory that contains sys/.
 
     Arm machines with cores of several sizes state each core's capacity. Intel's do so only in new kernels,
-    and for scalar code, so there the list of efficiency cores is used.
+    and for scalar code, so there the list of efficiency cores is used: each has 0.4.
     """
     slow = _processor_list(root / "sys/devices/cpu_atom/cpus")
     cores = {}
@@ -116,8 +119,9 @@ def core_speeds(allowed: Collection[int], root: Path) -> list[float]:
 
 
 def apple_core_speeds(sysctl: Callable[[str], str]) -> list[float]:
-    """Returns the speed of each core of a machine with macOS, 1 for the fastest; [] if the system does not
-    report it. sysctl: function from a name of sysctl to its value, "" if there is no such name."""
+    """Returns the speed of each physical core of a machine with macOS: 1 for performance cores, 0.35 for
+    efficiency cores; [] if the system does not list its cores. sysctl: function from a name of sysctl to its
+    value, "" if there is no such name."""
     levels = sysctl("hw.nperflevels")
     if not levels.isdecimal():
         cores = sysctl("hw.physicalcpu")
@@ -149,16 +153,15 @@ def _processor_list(path: Path) -> frozenset[int]:
 
 
 def _quota(root: Path) -> int | None:
-    """Returns the number of processors that control groups grant to this process, rounded up; None if
-    unlimited.
-    """
+    """Returns the number of processors that the strictest of the process's control groups grants, rounded up;
+    None if unlimited. root: the directory that contains sys/ and proc/."""
     grants = [_grant(place) for place in control_groups.directories("cpu", root)]
     return min((grant for grant in grants if grant is not None), default=None)
 
 
 def _grant(group: Path) -> int | None:
-    """Returns the CPU limit of the control group in directory `group`, in processors, rounded up; None if it
-    has none."""
+    """Returns the CPU limit of the control group whose directory is `group`, in processors, rounded up; None
+    if it has none, or if it cannot be read."""
     try:
         if (group / "cpu.max").is_file():
             limit, period = (group / "cpu.max").read_text().split()

@@ -13,38 +13,39 @@ SHARE = 0.7
 """Minimum ratio of the CPU time that the computing threads used to their number times the wall time. Below it
 the process competes for cores and uses fewer threads. `ci/bench/busy` measures the effect."""
 REST = 8.0
-"""Minimum ratio of a pause to the trial before it: after a trial of more computing threads has failed, the
-next trial begins no earlier than this many times the failed trial's duration."""
+"""Ratio of a pause to the trial before it: after a trial of more computing threads has failed, the next trial
+begins no earlier than this many times the failed trial's duration, but 16 s (LONGEST) at most."""
 IDLE = 0.5
-"""Seconds without a step of the model after which earlier measurements of the threads' CPU time are
-discarded."""
+"""Seconds without a step of the model after which other processes may have taken the cores: the next step
+begins with no more threads than there are free cores, if the system reports these."""
 DOUBT = 60.0
-"""Seconds since the last trial of more threads after which they are tried again even if the system reports
-too few free cores for them."""
+"""Seconds since the last change of the number of computing threads after which more are tried even if the
+system reports too few free cores for them."""
 
 Clock = Callable[[], float]
 
 
 class Meter:
-    """Measures the wall time and the CPU time of decode steps."""
+    """Measures the wall time and the CPU time of steps of the model."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
-        """Creates a meter of the times of decode steps, whose sums begin at 0. now: function that returns the
-        present time; spent: function that returns the CPU time of this process; both in seconds."""
+        """Creates a meter of the times of steps of the model, whose sums begin at 0. now: function that
+        returns the present time; spent: function that returns the CPU time of this process; both in seconds.
+        """
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0
-        """Wall seconds and CPU seconds of the decoding steps since the last call of `reset`."""
+        """Wall seconds and CPU seconds of the steps of the model since the last call of `reset`."""
 
     def start(self) -> float:
-        """Starts measuring the wall time and the CPU time of one decode step; returns the present time in
-        seconds."""
+        """Starts measuring the wall time and the CPU time of one step of the model; returns the present time
+        in seconds."""
         self._began, self._before = self.now(), self._spent()
         return self._began
 
     def stop(self) -> float:
-        """Ends measuring one decode step, and adds its wall time and its CPU time to the two sums; returns
-        the present time in seconds."""
+        """Ends measuring one step of the model, and adds its wall time and its CPU time to the two sums;
+        returns the present time in seconds."""
         ended = self.now()
         self.wall += ended - self._began
         self.cpu += self._spent() - self._before
@@ -75,10 +76,10 @@ class Workers:
     ) -> None:
         """Creates the object that chooses how many threads compute; the number begins at the maximum, `most`.
 
-        use: function that is called with each new number and sets it; now, spent: functions that return the
-        present time, and the CPU time of this process, in seconds; free: function that returns the number of
-        idle cores, or None if the system does not report it. The argument of `free` is the number of cores
-        that are needed: counting may stop there.
+        use: function that is called with each new number, but not with the first, and sets it; now, spent:
+        functions that return the present time, and the CPU time of this process, in seconds; free: function
+        that returns the number of idle cores, or None if the system does not report it. The argument of
+        `free` is the number of cores that are needed: counting may stop there.
         """
         self.count, self._most, self._use, self._free = most, most, use, free
         self._meter = Meter(now, spent)
@@ -91,8 +92,9 @@ class Workers:
 
     @property
     def settled(self) -> bool:
-        """Returns True if it is certain that each of the present threads gets a core of its own: the last
-        decode step ended at most IDLE seconds ago, and no larger number of threads is being tried."""
+        """Returns True if the present number of threads can be trusted, so that each thread is expected to
+        get a core of its own: the last step of the model ended at most IDLE (0.5) seconds ago, and no larger
+        number is being tried."""
         return not self._trying and self._meter.now() - self._ended <= IDLE
 
     def __enter__(self) -> None:

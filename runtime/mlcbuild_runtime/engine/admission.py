@@ -12,9 +12,10 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 def answer_limit(request: Request, executor: Executor) -> int:
-    """Returns the maximum number of tokens of a request's answer: its max_tokens, or the rest of the context.
-    Raises RequestError for an empty prompt, a prompt that does not fit the context with the answer, tokens
-    outside the vocabulary, and an embedding that the bundle's library cannot compute."""
+    """Returns the maximum number of tokens of a request's answer: its max_tokens, or the rest of the context
+    (the model's or, if that is smaller, what the KV cache holds). Raises RequestError for an empty prompt, a
+    prompt that does not fit the context with the answer, tokens outside the vocabulary, and an embedding that
+    the bundle's library cannot compute."""
     size, limits = len(request.prompt), executor.manifest.limits
     context = min(limits.context_window, executor.pages * limits.page_size)
     if not size:
@@ -46,11 +47,12 @@ def answer_limit(request: Request, executor: Executor) -> int:
 
 
 def longest_text(manifest: Manifest, tokenizer: Tokenizer) -> int:
-    """Returns the size in bytes above which a text's tokens cannot fit the model's context.
+    """Returns the size in bytes above which a text is refused, because its tokens are assumed not to fit the
+    model's context.
 
     A token is assumed to have at most 16 bytes (prose and code average 3 to 9), or as many as the longest of
-    the vocabulary if that has fewer. Texts beyond the limit are refused before they are encoded: encoding 8
-    MiB takes ten seconds and a gigabyte of memory.
+    the vocabulary if that has fewer. Such texts are refused before they are encoded: encoding 8 MiB takes ten
+    seconds and a gigabyte of memory.
     """
     names = map(tokenizer.vocabulary.token_name, range(manifest.vocab_size))
     return min(16, max(len(name.encode()) for name in names)) * manifest.limits.context_window

@@ -1,5 +1,5 @@
-"""The client's side of a sequence: the text made of its tokens, and the handle with which the client cancels
-or pauses the request."""
+"""The client's side of a sequence: the text made of its tokens, the deadline, the times, and the ticket with
+which the client cancels the request or, by leaving events unread, pauses it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 class Stopwatch:
-    """Measures the seconds that the engine spends on one request. Moments are those of time.perf_counter, in
-    seconds."""
+    """Measures the wall time of one request in the engine: from its first step to the first token of the
+    answer, and from there to the latest. Moments are those of time.perf_counter, in seconds."""
 
     def __init__(self) -> None:
         self._begin = self._first = self._last = 0.0

@@ -11,7 +11,8 @@ class Counters:
     other threads may read single numbers."""
 
     prompt_tokens: int = 0
-    """Number of prompt tokens that were computed; those read from the prefix cache do not count."""
+    """Number of prompt tokens that the engine has computed. Those read from the prefix cache do not count;
+    those computed again after a preemption count again."""
     answer_tokens: int = 0
     decode_steps: int = 0
     drafted_tokens: int = 0

@@ -1,4 +1,5 @@
-"""Delivers the engine's results to its clients: events, ends of requests, the trace."""
+"""Delivers the engine's results to its clients: events and the ends of requests. It also writes requests and
+steps to the trace file, if there is one."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ class Delivery:
         sequence.client.deliver(event)
 
     def fail(self, sequences: List[Sequence], error: Exception) -> None:
-        """Logs `error`, with which a step failed, and ends the requests of the step: each client gets an
-        error event. Their pages of the KV cache are not kept for other requests."""
+        """Logs `error`, with which a step failed, and ends each of the requests `sequences`: its client gets
+        an event with an EngineError. Their pages of the KV cache are not kept for other requests."""
         log.exception("a step has failed", exc_info=error)
         for sequence in sequences:
             self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
@@ -65,8 +66,8 @@ class Delivery:
     def trace_step(self, kind: str, parts: List[Part], moments: tuple[float, float, float]) -> None:
         """Records a step, and the numbers of running and waiting requests and of free pages, in the trace, if
         one is kept. kind: what the step computed, such as "decode"; parts: (sequence, number of its tokens in
-        the step); moments: times, in seconds, of the step's beginning, of the model's result and of the end
-        of delivery."""
+        the step); moments: times of time.perf_counter, in seconds, at the step's beginning, at the model's
+        result and at the end of delivery."""
         if self.trace is not None and parts:
             self.trace.step(kind, {sequence.order: count for sequence, count in parts}, moments)
             schedule = self._schedule

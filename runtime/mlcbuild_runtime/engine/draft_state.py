@@ -17,7 +17,8 @@ class DraftState:
         self.branches: list[Branch] = []
         """Branches of the draft: alternative draft tokens, which are verified in the same step."""
         self.best_path = 0
-        """Index of the accepted path of the last draft tree: 0 is the draft itself, 1 the first branch."""
+        """Index of the accepted path of the last draft tree: 0 is the draft itself, also if none of its
+        tokens was accepted, 1 the first branch."""
         self.branch_gain = 0
         """Number of draft tokens on branches (alternatives to the draft) that the last step accepted."""
         self.cached = 0
@@ -25,11 +26,14 @@ class DraftState:
         and values are in the draft model's KV cache."""
         self.doubts: list[tuple[float, int]] = []
         """For each token of the present draft, in order, if a draft model proposed it: (its logit minus the
-        second largest logit, the token with the second largest logit)."""
+        largest logit of another token, that other token). The logits are the draft model's; the difference is
+        negative if the other token is more likely. Without such a draft, the content is out of date and not
+        used."""
         self.credit, self.odds = Credit(), Odds()
         self.lookup, self.prediction = Lookup(), Prediction(prediction)
         self.accepted = self.rejected = 0
-        """Numbers of accepted and of rejected draft tokens since the start of the answer."""
+        """Numbers of accepted and of rejected draft tokens, those on branches included, since the start of
+        the answer."""
 
     @property
     def branched(self) -> int:

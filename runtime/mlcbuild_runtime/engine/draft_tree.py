@@ -30,8 +30,8 @@ class Branch:
     branch."""
 
     start: int
-    """Number of draft tokens before this branch of a draft tree, on the path (the draft or an earlier branch)
-    after whose token the branch begins."""
+    """Position at which this branch of a draft tree begins: the number of draft tokens before it, counted
+    from the beginning of the draft. 0: it is an alternative to the whole draft."""
     tokens: list[int]
     """The draft tokens of this branch of the draft tree, at least one."""
     parent: int = 0
@@ -64,10 +64,11 @@ def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int
 
 
 def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
-    """Returns (index of a path, depth) for each row of logits of a draft tree. The path is the one that holds
-    the row's token: 0 is the draft itself, 1 the first branch. The depth is the number of draft tokens on the
-    way from the draft's beginning to the row's token, which counts, too. The rows are that of the token
-    before the draft, those of the draft's tokens, then those of each branch's tokens."""
+    """Returns (index of a path, depth) for each row of logits of a draft tree. The rows are that of the token
+    before the draft, which is (0, 0), those of the draft's tokens, then those of each branch's tokens. The
+    path is the one that holds the row's token: 0 is the draft itself, 1 the first branch. The depth is the
+    number of draft tokens from the draft's beginning along the path to the row's token, that token included.
+    """
     path_rows = [(0, depth) for depth in range(len(draft) + 1)]
     for index, branch in enumerate(branches, 1):
         path_rows += [(index, branch.start + i) for i in range(1, len(branch.tokens) + 1)]
@@ -80,10 +81,10 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
-    """For each path of a draft tree (the draft, then the branches), the difference between two numbers of a
-    token on the path: index of its row of logits minus depth. The depth of a path's first draft token is 1.
-    For a branch, the difference holds only for the branch's own tokens: the tokens before them have their
-    rows on the paths that the branch continues."""
+    """For each path of a draft tree (the draft, then the branches): index of a token's row of logits minus
+    the token's depth, which is the number of draft tokens from the draft's beginning to the token, that token
+    included. For a branch, the difference holds only for the branch's own tokens: the tokens before them have
+    their rows on the paths that the branch continues."""
     for branch in branches:
         row = len(successors)
         leaves = successors[starts[branch.parent] + branch.start]

@@ -32,7 +32,8 @@ class Speculate:
     """Directory of the draft bundle, whose vocabulary must be the model's; None: draft tokens are looked up
     earlier in the sequence."""
     tokens: int = TOKENS
-    """Maximum number of tokens in a draft."""
+    """Maximum number of tokens in a draft of one sequence, those on its branches (alternatives to it)
+    included."""
     branches: bool = True
     """True if branches (alternatives to a draft) are verified with the draft whenever that is expected to
     save time."""
@@ -40,7 +41,7 @@ class Speculate:
     @classmethod
     def of(cls, how: str | Path, tokens: int | None = None) -> Speculate:
         """Returns the settings of speculative decoding. how: "lookup" for prompt lookup, or the directory of
-        a draft bundle; tokens: maximum number of tokens in a draft, None for the default."""
+        a draft bundle; tokens: maximum number of tokens in a draft, None (or 0) for the default, 8."""
         return cls(None if how == "lookup" else Path(how), tokens or TOKENS)
 
 
@@ -53,12 +54,11 @@ class Lookup:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}
-        """N-gram of tokens -> index, among all tokens of the text, of the token after the n-gram's latest
-        occurrence.
-        """
+        """N-gram of 2 to 4 tokens -> index, among all tokens of the text, of the token after the n-gram's
+        latest occurrence."""
         self._others: dict[tuple[int, ...], int] = {}
-        """N-gram of tokens -> index, among all tokens of the text, of the latest token that followed the
-        n-gram and differs from the token after its latest occurrence: a second continuation, for an
+        """N-gram of 2 to 4 tokens -> index, among all tokens of the text, of the latest token that followed
+        the n-gram and differs from the token after its latest occurrence: a second continuation, for an
         alternative draft."""
         self._learned = 0
         """Number of tokens, from the beginning of the text on, that earlier calls have already searched for
@@ -77,10 +77,10 @@ class Lookup:
         self._learned = len(tokens)
 
     def others(self, tokens: Sequence[int], draft: Sequence[int], count: int) -> list[Branch]:
-        """Returns alternatives to a draft, each a Branch of one or two tokens; none if there are none. A
-        branch begins where another token than the draft's followed the same n-gram earlier in the text.
-        tokens: the whole text before the draft; each call must pass the same list, which may have grown.
-        count: maximum number of tokens on all branches together."""
+        """Returns alternatives to `draft`, each a Branch of one or two tokens; [] if there are none. A branch
+        begins where another token than the draft's followed the same n-gram earlier in the text. tokens: the
+        whole text before the draft; each call must pass the same list, which may have grown. count: maximum
+        number of tokens on all branches together."""
         self._learn(tokens)
         branches = list[Branch]()
         for start, token in enumerate(draft):
@@ -114,8 +114,8 @@ class Prediction:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._answered, self._place = list(tokens), 0, 0
         self._places: dict[tuple[int, ...], int] = {}
-        """N-gram of tokens -> index, in the client's prediction of the answer, of the token that followed the
-        n-gram's first occurrence."""
+        """N-gram of 2 to 4 tokens -> index, in the client's prediction of the answer, of the token that
+        followed the n-gram's first occurrence."""
         for end in range(len(self._tokens), 0, -1):
             for size in SIZES:
                 if end >= size:
@@ -123,8 +123,8 @@ class Prediction:
 
     def propose(self, answer: Sequence[int], count: int) -> list[int]:
         """Returns up to `count` draft tokens: the part of the client's prediction that may follow the answer
-        so far, or none. answer: all tokens of the answer; each call must pass the same answer, which may have
-        grown."""
+        so far; [] if the answer has left the prediction or reached its end. answer: all tokens of the answer;
+        each call must pass the same answer, which may have grown."""
         more = list(answer[self._answered :])
         self._answered = len(answer)
         place = self._place + len(more)
@@ -159,11 +159,11 @@ class Credit:
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
         """Updates the number of tokens that a sequence may still spend on drafts, after a draft was verified:
-        adds `accepted` - `drafted` * `price`, up to 6 in all. Also sets the length of the next draft: after
-        full acceptance twice the length, up to 16, else `accepted` + `gained` + 1. drafted, accepted: numbers
-        of tokens of the draft that were verified and accepted; price: cost of one draft token, in tokens
-        computed without drafts; gained: number of tokens accepted after them on a branch, an alternative to
-        the rest of the draft."""
+        adds `accepted` - `drafted` * `price`, up to 6 in all; the number may become negative. Also sets the
+        maximum length of the next draft: after full acceptance twice the previous maximum, up to 16, else
+        `accepted` + `gained` + 1. drafted, accepted: numbers of tokens of the draft that were verified and
+        accepted; price: cost of one draft token, in tokens computed without drafts; gained: number of tokens
+        accepted after them on a branch, an alternative to the rest of the draft."""
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 
@@ -182,7 +182,8 @@ class Odds:
         """Estimated acceptance rate, from 0 to 1, of draft tokens on branches, the alternatives to the rest
         of a draft that are verified in the same step."""
         self.pace = 1.0
-        """Moving average of the number of tokens that one decode step adds to the answer of this sequence."""
+        """Moving average of the number of tokens that one decode step with a draft adds to the answer of this
+        sequence."""
 
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
         """Returns how many tokens to draft on branches (alternatives to the rest of a draft, verified in the
@@ -197,10 +198,10 @@ class Odds:
         return count if gain > 0 else 0
 
     def settle(self, branched: int, gained: int, added: int) -> None:
-        """Updates, after a step, the estimated acceptance rate of draft tokens on branches (alternatives to
-        the rest of a draft) and the average number of tokens per step. branched, gained: numbers of tokens on
-        branches that the step verified and accepted; added: number of all tokens that it added to the answer.
-        """
+        """Updates, after a step in which the sequence had a draft, the estimated acceptance rate of draft
+        tokens on branches (alternatives to the rest of a draft) and the average number of tokens per step.
+        branched, gained: numbers of tokens on branches that the step verified and accepted; added: number of
+        all tokens that it added to the answer."""
         self.pace += (added - self.pace) * self._PACE
         self.rate += (gained - self.rate * branched) * self._WEIGHT
         if not branched:
@@ -219,9 +220,9 @@ class Prices:
     """
 
     _TRIES = 2
-    """Minimum number of measurements of a kind of step before its shortest time influences how many tokens
-    are drafted. Steps are of one kind if they compute equally many tokens and verify equally many draft
-    tokens."""
+    """Minimum number of measurements of a kind of step before its shortest time decides how many tokens a
+    step drafts; for the cost of a draft token one is enough. Steps are of one kind if they compute equally
+    many tokens and verify equally many draft tokens, both in drafts and on their branches."""
 
     def __init__(self) -> None:
         self._best: dict[tuple[int, int, int], float] = {}
@@ -255,9 +256,9 @@ class Prices:
         return extra * batch / drafted
 
     def best(self, batch: int, most: int) -> int:
-        """Returns the number of draft tokens, at most `most`, with which a step yields most tokens per second
-        if all are accepted; `most` without measurements. batch: number of tokens that the step computes
-        besides draft tokens.
+        """Returns the number of draft tokens, of all sequences together and at most `most`, with which a step
+        yields most tokens per second if all are accepted; `most` without measurements, never 0 unless `most`
+        is. batch: number of tokens that the step computes besides draft tokens.
 
         Kernels compute the tokens of a step in groups, and the first token of a group costs as much as the
         whole group. A number of draft tokens without measurements is assumed to take as long as the next

@@ -74,7 +74,8 @@ class Engine:
 
     @cached_property
     def longest_text(self) -> int:
-        """Returns the size in bytes above which a text's tokens cannot fit the model's context."""
+        """Returns the size in bytes above which a text is refused, because its tokens, of at most 16 bytes
+        each, are assumed not to fit the model's context."""
         return longest_text(self.manifest, self.tokenizer)
 
     def start(self, trace: Trace | None = None) -> Engine:
@@ -91,12 +92,14 @@ class Engine:
         return self._thread.is_alive() and not self._intake.draining and not self._intake.closed
 
     def drain(self) -> None:
-        """Makes the engine refuse new requests; submitted ones continue."""
+        """Makes the engine refuse new requests with RequestError (503), without waiting. Submitted ones
+        continue, and later parts of a client's request that is being answered are still accepted."""
         self._intake.drain()
 
     def close(self, timeout: float = 1.0) -> bool:
         """Ends every request with an error and stops the engine's thread and child processes for good; the
-        executor stays open. Waits up to `timeout` seconds; returns False if a step still runs then."""
+        executor stays open. Waits up to `timeout` seconds; returns False if a step still runs then, after
+        which the thread ends by itself."""
         self._intake.close()
         self.tokenizer.template.close()
         self.grammars.close()

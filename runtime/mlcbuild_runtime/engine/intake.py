@@ -18,8 +18,8 @@ class Intake:
 
     def __init__(self, max_waiting: int, interrupt: Callable[[], None]) -> None:
         """Creates an empty queue. max_waiting: maximum number of requests that wait for admission; further
-        ones are refused. interrupt: function that ends running decode steps early, so that the engine reads
-        the queue."""
+        ones are refused with RequestError (503). interrupt: function that ends a burst of decode steps after
+        the current step, so that the engine reads the queue."""
         self.max_waiting, self._interrupt = max_waiting, interrupt
         self._queue: SimpleQueue[Sequence | None] = SimpleQueue()
         self.closed, self.draining, self._door = False, False, threading.Lock()
@@ -29,11 +29,12 @@ class Intake:
         self, sequence: Sequence, waiting: Callable[[], int], announce: Callable[[int, Sequence], None]
     ) -> None:
         """Puts a request into the queue. Raises EngineError if the engine is stopped, and RequestError (503)
-        while it is stopping, unless the request continues an earlier one, or too many requests wait.
+        if too many requests wait, or if the engine is stopping and the request is not a later part of one
+        that is being answered.
 
-        waiting: function that returns the number of requests that wait for admission; announce: function that
-        is called with the request's number (the count of earlier requests) and the request, before the
-        engine's thread can see it.
+        waiting: function that returns the number of requests that wait for admission, those in this queue
+        included; announce: function that is called with the request's number (the count of earlier requests)
+        and the request, before the engine's thread can see it.
         """
         with self._door:
             if self.closed:
@@ -51,8 +52,8 @@ class Intake:
             self._put(sequence)
 
     def wake(self) -> None:
-        """Ends running decode steps early and makes the engine's thread read its queue, so that it notices
-        changes by other threads, such as a cancelled request."""
+        """Ends a running burst of decode steps after the current step and makes the engine's thread read its
+        queue, so that it notices changes by other threads, such as a cancelled request."""
         self._put(None)
 
     def drain(self) -> None:

@@ -45,7 +45,8 @@ class Loop:
         self._executor, self._counters = runner.executor, runner.counters
         self._schedule, self._delivery = runner.schedule, runner.delivery
         self._pace: dict[int, float] = {}
-        """Number of sequences in a step -> measured seconds of one decode step."""
+        """Number of sequences in a step -> seconds of one decode step, the mean of the latest burst or single
+        step that computed so many."""
 
     def run(self) -> None:
         schedule = self._schedule
@@ -66,8 +67,9 @@ class Loop:
                 self._delivery.end(sequence, sequence.failure(EngineError("the server is stopping")))
 
     def _receive(self) -> None:
-        """Moves new requests from the intake to the schedule. When there is nothing else to do, blocks until
-        one arrives or the intake is woken, at most 0.2 s if there are requests, which are all paused."""
+        """Moves new requests from the intake to the schedule. When there is nothing else to do, prepares
+        memory of the KV cache and then blocks until a request arrives or the intake is woken; if there are
+        requests, which are all paused, at most 0.2 s."""
         schedule, intake = self._schedule, self._intake
         idle = schedule.idle and not intake.closed
         if not idle and intake.empty:
@@ -88,7 +90,8 @@ class Loop:
                 intake.received()
 
     def _drop(self) -> None:
-        """Ends requests that were cancelled or whose deadline has passed."""
+        """Ends requests that were cancelled, without an event, and those whose deadline has passed, with an
+        error event (status 504)."""
         now = time.monotonic()
         for sequence in [*self._schedule.active, *self._schedule.waiting]:
             if sequence.client.ticket.cancelled:
@@ -98,7 +101,8 @@ class Loop:
 
     def _prefill(self) -> None:
         """Computes some more tokens of the prompts that are not computed yet: as many as the engine may
-        compute between two decode steps."""
+        compute between two decode steps, and then up to 64 tokens of one prompt whose log-probabilities are
+        requested."""
         room = self._turn.tokens(alone=len(self._schedule.active) + len(self._schedule.waiting) == 1)
         begun = self._executor.seconds()
         parts = self._schedule.prefills(room)
@@ -110,8 +114,8 @@ class Loop:
 
     def _decode(self, parts: List[Part]) -> None:
         """Executes the decode step of `parts`: (sequence, number of tokens to compute). Each sequence gets
-        its next token, more if its draft tokens are accepted; without drafts, several steps are executed at
-        once if no client waits."""
+        its next token, more if its draft tokens are accepted. Without drafts, several steps may be executed
+        before tokens are delivered, unless a prompt remains to be computed or a new request has arrived."""
         speculation = self._runner.speculation
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
         if not any(map(speculation.concerns, ready)):
@@ -132,7 +136,8 @@ class Loop:
 
     def _decode_plain(self, parts: List[Part]) -> None:
         """Executes decode steps without drafts for `parts`: (sequence, number of tokens to compute). Several
-        steps run in one burst if no client waits for the tokens in between."""
+        steps run in one burst, before any token is delivered, unless a prompt remains to be computed, a new
+        request has arrived, or a sequence needs a separate step (as for log-probabilities or a penalty)."""
         sequences = [sequence for sequence, _ in parts]
         begun, before = time.perf_counter(), self._counters.decode_steps
         count = self._burst_length(sequences)
@@ -145,8 +150,9 @@ class Loop:
 
     def _burst_length(self, sequences: List[Sequence]) -> int:
         """Returns the number of decode steps to execute in one burst, that is, without delivering tokens to
-        clients in between; 1 or less for a single step without a burst. For a burst, it also allocates the KV
-        cache pages for the tokens of these steps."""
+        clients in between; 1 or less for a single step without a burst. It is limited by what the sequences
+        and the device allow, by the expected time (0.04 s) and by free pages. For a burst, it also allocates
+        the KV cache pages for the tokens of these steps."""
         if any(sequence.prefilling for sequence in self._schedule.active):
             return 1
         count = min((sequence.steps_ahead for sequence in sequences), default=1)

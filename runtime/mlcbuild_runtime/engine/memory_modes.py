@@ -18,17 +18,18 @@ Mode = Literal["interactive", "local", "server"]
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a machine's memory, and the batch size, that one memory mode uses."""
+    """The share of a machine's memory, the batch size and the number of prompt tokens computed at a time that
+    one memory mode uses."""
 
     about: str
     memory: int
     """Percentage (0 to 100) of the machine's or container's memory that all loaded bundles together may use.
     """
     max_batch: int | None
-    """Maximum requests in a batch; None means the library's limit."""
+    """Maximum requests in a batch; None means the limit of the bundle's library."""
     prefill_chunk: int | None
-    """Maximum prompt tokens computed at a time, for which other requests wait; None means the library's
-    limit."""
+    """Maximum prompt tokens computed at a time, for which other requests wait; None means the limit of the
+    bundle's library."""
 
 
 MODES: Mapping[Mode, Share] = {
@@ -40,8 +41,9 @@ MODES: Mapping[Mode, Share] = {
 
 @dataclass(frozen=True)
 class LimitOverrides:
-    """The limits of memory, batch size and prompt tokens that the command line states for serving a bundle.
-    None: the memory mode (interactive, local or server) decides."""
+    """The limits of memory, batch size, KV cache pages and prefill chunk (prompt tokens computed between two
+    decode steps) that the command line states for serving a bundle. None: the memory mode (interactive, local
+    or server) decides."""
 
     mode: Mode = "server"
     memory: int | None = None
@@ -60,7 +62,7 @@ class LimitOverrides:
 
 @dataclass(frozen=True)
 class ChosenLimits:
-    """The limits (pages, batch, memory) that were chosen for serving a bundle."""
+    """The limits (pages, batch size, prefill chunk, memory) that were chosen for serving a bundle."""
 
     mode: Mode
     max_batch: int
@@ -68,14 +70,15 @@ class ChosenLimits:
     """Number of pages of the KV cache."""
     prefill_chunk: int
     memory: int
-    """Number of bytes of memory for weights, KV cache and workspace together."""
+    """Number of bytes of memory that weights, KV cache and workspace need together with these limits."""
 
 
 def choose(requested: LimitOverrides, manifest: Manifest) -> ChosenLimits:
     """Returns the limits with which a bundle is served. The KV cache gets the memory that weights and
     workspace leave, at most a full context for each request of a batch and at least one full context. Numbers
     that the command line states replace these, and the library's limits bound them all. Raises SetupError if
-    the bundle does not fit a memory limit that the command line states."""
+    the bundle does not fit a memory limit that the command line states; the memory mode's share may be
+    exceeded."""
     share, limits, needs = MODES[requested.mode], manifest.limits, manifest.memory
     each = limits.sequence_pages
     max_batch = min(requested.max_batch or share.max_batch or limits.max_batch, limits.max_batch)

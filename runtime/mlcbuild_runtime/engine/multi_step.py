@@ -18,9 +18,11 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
     """Executes up to `count` decode steps of sequences in one device call, and appends the sampled tokens to
-    the sequences. There are fewer after an interrupt of the executor, and none after a step in which a
-    sequence ends. Each sequence must have KV cache pages for these steps, and exactly one token that is not
-    in the KV cache."""
+    the sequences. There are fewer after an interrupt of the executor, or if the device prefers so, and none
+    after a step that samples an end-of-sequence token (if it ends the answer) or invalid logits; other ends
+    of answers, such as stop strings, are noticed only on delivery. An exception of the device reaches the
+    caller, and then no token is appended. Each sequence must have KV cache pages for these steps, and exactly
+    one token that is not in the KV cache."""
     random_numbers = list(zip(*(sequence.random_numbers(count - 1) for sequence in sequences), strict=True))
     stops_at_eos = [not sequence.request.ignore_eos for sequence in sequences]
     following = FollowingSteps(random_numbers, stops_at_eos, sequences[0].client.eos)
@@ -30,10 +32,11 @@ def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
 
 def guided(executor: Executor, sequences: List[Sequence], count: int, until: float) -> None:
     """Executes up to `count` decode steps of sequences, some of which have constraints, and appends the
-    sampled tokens to the sequences. Between two steps the constraints compute masks for the next one. No step
-    begins after `until`, a time of time.perf_counter in seconds, after an interrupt of the executor, or once
-    a sequence has ended or failed. Each sequence must have KV cache pages for these steps, and exactly one
-    token that is not in the KV cache."""
+    sampled tokens to the sequences. Between two steps the constraints compute masks for the next one. No
+    further step begins after `until`, a time of time.perf_counter in seconds, after an interrupt of the
+    executor, once a sequence has ended or failed, or when a constraint forces tokens. An exception of the
+    device reaches the caller; tokens of earlier steps remain. Each sequence must have KV cache pages for
+    these steps, and exactly one token that is not in the KV cache."""
     params = _params(sequences)
     masks = masks_of(sequences, [1] * len(sequences))
     steps = executor.guided_steps(_step(sequences), params, masks, count)

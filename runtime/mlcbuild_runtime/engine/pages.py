@@ -1,9 +1,9 @@
 """Allocates the pages of the KV cache, and shares those that hold the same beginning of a prompt.
 
-Full pages of finished prompts stay in a prefix tree until their memory is needed: a path from the root spells
-the blocks of tokens, one page each, with which a prompt begins. The idea is that of SGLang's RadixAttention
-(Zheng et al., 2023, arXiv:2312.07104), with blocks of one page instead of edges of any length. A page in the
-tree is never written again, so nothing is ever copied.
+Full pages of a prompt enter a prefix tree as soon as they are computed, and stay there until their memory is
+needed: a path from the root spells the blocks of tokens, one page each, with which a prompt begins. The idea
+is that of SGLang's RadixAttention (Zheng et al., 2023, arXiv:2312.07104), with blocks of one page instead of
+edges of any length. A page in the tree is never written again, so nothing is ever copied.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Node:
     page: int
     key: Key
     parent: _Node | None
-    """The node of the prefix tree for the page before this one in a prompt; None once that page was
-    reassigned, so that no new request can reach this node."""
+    """The node of the prefix tree for the page before this one in a prompt, the root for the first page; None
+    once that page was reassigned, so that no new request can reach this node."""
     children: dict[Key, _Node] = field(default_factory=dict)
     users: int = 1
 
@@ -90,13 +90,13 @@ class Pages:
         return allocated
 
     def keep(self, keys: Sequence[Key], pages: list[int]) -> None:
-        """Puts the first KV cache pages of a sequence, which the caller has filled, into the prefix tree.
-        keys: for each of these pages, in order, a tuple that identifies its content, mainly its tokens;
-        pages: numbers of the sequence's pages.
+        """Puts the first KV cache pages of a sequence, which the caller has filled, into the prefix tree; the
+        sequence uses them there until `release` is called. keys: for each of these pages, in order, a tuple
+        that identifies its content, mainly its tokens; pages: numbers of the sequence's pages.
 
-        Where the tree already has a page for a key, that page replaces the sequence's own one in `pages`,
-        which is released. Keys from a page on that was released before (GONE) and has left the tree are
-        ignored.
+        Where the tree already has another page for a key, that page replaces the sequence's own one in the
+        list `pages`, and the own one is released. Keys from a page on that was released before (GONE) and has
+        left the tree are ignored.
         """
         node = self._root
         for i, key in enumerate(keys):
@@ -116,8 +116,9 @@ class Pages:
 
     def release(self, pages: Sequence[int], forget: bool = False) -> None:
         """Ends one sequence's use of KV cache pages. pages: their numbers; GONE stands for a page that was
-        released before. Pages outside the prefix tree become free. forget: True if pages that no sequence
-        uses any more also leave the tree, unless other pages continue them there."""
+        released before. Pages outside the prefix tree become free; pages in it that no sequence uses any more
+        stay there until their memory is needed. forget: True if these, too, leave the tree and become free,
+        unless other pages continue them there."""
         for page in reversed(pages):
             if page == GONE:
                 continue
@@ -142,9 +143,9 @@ class Pages:
         return path
 
     def _victim(self) -> _Node:
-        """Returns the KV cache page to evict from the prefix tree. It starts at the page that has been idle
-        longest, and returns the deepest page that it reaches by moving from a page to an idle one which
-        continues the same prompt."""
+        """Returns the node of the prefix tree whose KV cache page is to be evicted next, and changes nothing.
+        At least one page must be idle. It starts at the page that has been idle longest, and returns the
+        deepest page that it reaches by moving from a page to an idle one which continues the same prompt."""
         node = self._nodes[next(iter(self._idle))]
         while (
             below := next((child for child in node.children.values() if not child.users), None)
@@ -153,8 +154,9 @@ class Pages:
         return node
 
     def _forget(self, node: _Node) -> None:
-        """Frees an idle page of the prefix tree and the idle pages that continue the same prompt after it,
-        and removes all of these from the tree."""
+        """Removes an idle page from the prefix tree, with all pages that continue the same prompt after it,
+        and frees the idle ones of these. Pages that a sequence uses become free when the last one releases
+        them."""
         if node.parent is not None:
             del node.parent.children[node.key]
         below = [node]

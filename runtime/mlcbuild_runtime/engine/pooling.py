@@ -1,4 +1,4 @@
-"""Embeds a text as one vector: the pooled hidden states of its tokens, scaled to length 1."""
+"""Pools the hidden states of a text's tokens into one vector, the text's embedding, scaled to length 1."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Pooler:
         self._count = 0
 
     def add(self, states: Floats) -> None:
-        """Adds hidden states, float32 [n, hidden], of the next n tokens. They are summed in float64, so that
-        the result does not depend on chunks."""
+        """Adds hidden states, float32 [n, hidden], of the next n tokens, at least one. For "mean" pooling
+        they are summed in float64, so that the result does not depend on chunks; for "last" only the last one
+        is kept."""
         if self.kind == "last":
             self._sum, self._count = states[-1].astype(np.float64), 1
             return

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 TURN_SECONDS = 0.25
 """Seconds that the engine computes prompts between two decode steps (one turn) while other requests run.
-`ci/bench/turns`: at 850 prompt tokens/s, 0.15 s lets 16 clients that come at once wait 12 % longer for their
-first tokens (p90), since more decode steps come in between."""
+`ci/bench/turns`: at 850 prompt tokens/s, 0.15 s instead of this value lets 16 clients that come at once wait
+12 % longer for their first tokens (p90), since more decode steps come in between."""
 ROW_MULTIPLE = 16
 """While other requests run, the maximum number of prompt tokens between two decode steps is a multiple of
 this number (or the engine's maximum): the rows that the widest int8 kernels compute together."""
@@ -44,7 +44,9 @@ class TurnLength:
 
     def tokens(self, alone: bool) -> int:
         """Returns the maximum number of prompt tokens to compute before the next decode step. alone: True if
-        no other request runs or waits; the number is then the largest possible."""
+        no other request runs or waits; the number is then the largest possible, as it is before a first
+        measurement. Else it is a multiple of 16 that takes about 0.25 s (TURN_SECONDS) at the measured speed,
+        but at least 64 and at most the largest possible number."""
         if alone or not self._token_seconds:
             return self._limit
         whole_tiles = int(TURN_SECONDS / self._token_seconds) // ROW_MULTIPLE * ROW_MULTIPLE
@@ -60,8 +62,9 @@ class TurnLength:
 
 def allot(prompts: Sequence[tuple[int, int]], room: int) -> list[int]:
     """Returns for each prompt, in order, how many of its tokens to compute before the next decode step,
-    `room` together at most. The first prompt gets up to half of them; the rest goes by priority, then to the
-    prompts with the fewest remaining tokens, so that others may get 0.
+    `room` together at most. Half of them is reserved for the first prompt, as far as it has so many; the rest
+    goes by priority, then to the prompts (the first included) with the fewest remaining tokens, so that
+    others may get 0.
 
     prompts: (priority, remaining tokens) of each prompt, sorted by priority (the lowest goes first) and then
     by age, the oldest first.

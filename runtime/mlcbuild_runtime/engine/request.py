@@ -29,14 +29,14 @@ class Request:
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end the answer as end-of-sequence tokens do, whatever `ignore_eos` is."""
     message: bool = False
-    """True if the answer is a whole message; False if it continues the prompt's text."""
+    """True if the answer is a whole message, whose text loses the space that some tokenizers put first; False
+    if it continues the prompt's text."""
     logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are reported for each position of the answer,
-    beside that of the answer's token; None: no log-probabilities are reported.
-    """
+    beside that of the answer's token (0: only that one); None: no log-probabilities are reported."""
     prompt_logprobs: bool = False
-    """True if log-probabilities of the prompt's tokens are reported, too. Other requests then do not share
-    the prompt's pages."""
+    """True if log-probabilities of the prompt's tokens are reported, too. The whole prompt is then computed:
+    its pages are neither read from the prefix cache nor shared with other requests."""
     constraint: Compiled | None = None
     """The grammar that the answer must match; None: any answer is allowed."""
     shown: tuple[tuple[int, str], ...] = ()
@@ -48,14 +48,16 @@ class Request:
     """True if speculative decoding may be used for this request, if the engine has it. It does not change the
     answer."""
     prediction: tuple[int, ...] = ()
-    """Tokens that the client expects in the answer. They are drafted whatever the engine's settings are."""
+    """Tokens that the client expects in the answer. They are drafted even if the engine has no speculative
+    decoding, but not if `speculate` is False."""
     priority: int = 0
     """The request's priority: requests with a lower number go first; equal ones go in order of arrival."""
     pooling: Pooling | None = None
     """How the prompt's hidden states are pooled into an embedding, which is the answer: "last" takes that of
     the last token, "mean" the average; None for answers of text."""
     timeout: float | None = None
-    """Seconds after submission at which the request ends with an error; None: it has no time limit."""
+    """Seconds after submission at which the request ends with an error (status 504); None: it has no time
+    limit."""
     continues: bool = False
     """True if the request is a later part of a client's request that the server has begun to answer. A server
     that is stopping refuses new requests, and still accepts such parts."""
@@ -76,20 +78,22 @@ class Event(NamedTuple):
 
     text: str = ""
     tokens: int = 0
-    """Number of tokens of the answer so far."""
+    """Number of tokens of the answer so far, that of this event included."""
     finish: Finish | None = None
     error: ServingError | None = None
     logprob: Logprob | None = None
     alternatives: tuple[Logprob, ...] = ()
     cached: int = 0
-    """Number of prompt tokens that were read from the prefix cache."""
+    """Number of tokens of this request's prompt that were read from the prefix cache, not computed, when the
+    request was first admitted."""
     prompt: tuple[Score, ...] = ()
-    """Log-probabilities of the prompt's tokens from the second on; only in the first event of a request with
-    `prompt_logprobs`."""
+    """(Log-probability, alternatives) of each token of the prompt from the second on, only in the first event
+    of a request with `prompt_logprobs`; () in other events."""
     accepted: int = 0
-    """Number of the answer's tokens so far that were accepted draft tokens."""
+    """Number of the answer's tokens so far that were accepted draft tokens, those on branches included."""
     rejected: int = 0
-    """Number of draft tokens proposed for this request so far that were not accepted."""
+    """Number of draft tokens verified for this request so far, those on branches included, that were not
+    accepted."""
     vector: Floats | None = None
     """The embedding, float32 [hidden], in the only event of a request for one; None in other events."""
     times: EngineTimes | None = None
@@ -102,7 +106,8 @@ class Event(NamedTuple):
 
 
 Sink = Callable[[Event], None]
-"""Function that receives the events of a request. The engine's thread calls it, so it must not block."""
+"""Function that receives the events of a request. The engine's thread calls it, so it must not block. If it
+raises an exception, the request is cancelled."""
 
 
 class Ticket:
@@ -125,7 +130,7 @@ class Ticket:
 
     def deliver(self, sink: Sink, event: Event) -> None:
         """Passes an event (a token of the answer, or the end) to the client's function `sink`, unless the
-        request was cancelled. An exception of the sink cancels the request."""
+        request was cancelled. An exception of the sink cancels the request and does not reach the caller."""
         if self.cancelled:
             return
         self.delivered += 1
@@ -144,8 +149,8 @@ class Ticket:
 
     @property
     def room(self) -> int | None:
-        """Returns the number of events (tokens of the answer) that may be delivered before the client must
-        read one; None: there is no limit."""
+        """Returns the number of further events (tokens of the answer) that may be delivered before the client
+        must read one, 0 or less if none may; None: there is no limit."""
         return None if self._window is None else self._window - (self.delivered - self._read)
 
     @property
@@ -157,21 +162,25 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Work:
-    """A snapshot of the work that an engine has done since its start."""
+    """A snapshot of the numbers of tokens, decode steps and preemptions of an engine since its start."""
 
     prompt_tokens: int
     """Number of prompt tokens that the engine has computed since its start, without those read from the
-    prefix cache."""
+    prefix cache; those computed again after a preemption count again."""
     cached_tokens: int
-    """Number of prompt tokens read from the prefix cache."""
+    """Number of prompt tokens read from the prefix cache since the engine's start; a request counts when it
+    is first admitted."""
     answer_tokens: int
     decode_steps: int
     drafted_tokens: int
-    """Number of draft tokens that steps have verified, accepted or not."""
+    """Number of draft tokens, those on branches included, that steps have verified since the engine's start,
+    accepted or not."""
     accepted_tokens: int
-    """Number of draft tokens that became part of answers."""
+    """Number of draft tokens, those on branches included, that were accepted into answers since the engine's
+    start."""
     preemptions: int
-    """Number of preemptions; a request may be preempted several times."""
+    """Number of preemptions since the engine's start, in which a running request lost its KV cache pages to
+    another and waited again; a request may be preempted several times."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ class StepInput(NamedTuple):
 
 
 class Runner:
-    """Executes one step of the model at a time, while this engine holds the lock that all engines of the
-    process share. A step that raises an exception ends the requests of its own sequences."""
+    """Executes one step of the model, or a burst of decode steps, at a time, while this engine holds the lock
+    that all engines of the process share. A step that raises an exception ends the requests of its own
+    sequences with an error."""
 
     def __init__(
         self, executor: Executor, schedule: Schedule, speculation: Speculation, turns: Turns
@@ -112,10 +113,11 @@ class Runner:
                 self.delivery.deliver(sequence, [event])
 
     def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
-        """Executes up to `count` decode steps of `sequences`, fewer if another engine waits, then delivers
-        all their tokens to the clients. If a sequence has a constraint, no step begins later than `seconds`
-        after the first one. If a step raises an exception, the requests end with an error after the tokens
-        sampled so far."""
+        """Executes up to `count` decode steps of `sequences`, fewer if another engine of the process waits
+        for the lock under which engines compute, then delivers all their tokens to the clients. If a sequence
+        has a constraint, no step but the first begins later than `seconds` after the call. If a step raises
+        an exception, it is logged, and the requests end with an error after the tokens sampled so far. Each
+        sequence must have KV cache pages for these steps."""
         begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
         try:
             with self._turns:
@@ -143,7 +145,8 @@ class Runner:
     ) -> tuple[ModelStep, list[StepInput]]:
         """Returns (the input of the model for one step, [(new tokens, length after them, KV cache pages) of
         each sequence]). parts: (sequence, number of tokens to compute); counts: for each sequence the number
-        of rows whose logits are computed; prompt: True if the tokens belong to prompts."""
+        of rows whose logits are computed, None if hidden states are computed instead; prompt: True if the
+        tokens belong to prompts."""
         size = self.executor.manifest.limits.page_size
         inputs = []
         for sequence, count in parts:
@@ -166,10 +169,11 @@ class Runner:
             return None
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
-        """Records, after a step, that the KV cache holds the keys and values of the step's tokens, and makes
-        the draft model, if there is one, compute the prompt tokens among them. parts: pairs (sequence, number
-        of its tokens in the step, with its draft tokens); inputs: (new tokens, length after them, KV cache
-        pages) of each sequence; prompt: True if the tokens belong to prompts."""
+        """Records, after a step, that the KV cache holds the keys and values of the step's tokens, except
+        draft tokens, which are not verified yet, and makes the draft model, if there is one, compute the
+        prompt tokens among them. parts: pairs (sequence, number of its tokens in the step, with its draft
+        tokens); inputs: (new tokens, length after them, KV cache pages) of each sequence; prompt: True if the
+        tokens belong to prompts."""
         prompts = [
             (s, step_input)
             for (s, _), step_input in zip(parts, inputs, strict=True)
