@@ -31,6 +31,8 @@ _OF_LOADS = (
     "chat",
     "model",
     "token_ids",
+    "no_ignore_eos",
+    "api_key",
     "slo",
     "plot",
 )

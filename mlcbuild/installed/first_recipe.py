@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlcbuild.checkpoints.hub import parse_source
 from mlcbuild.errors import UsageError
 from mlcbuild.installed.default_scheme import choose_scheme, parameter_count
 from mlcbuild.installed.entries import check_path, slug
@@ -44,9 +45,9 @@ def write(model: str) -> FirstRecipe:
     """Writes recipe.yaml, a first recipe for a model, and returns its path with the commands that build it.
     It is written into the current directory if `model` is an hf:// address, a GGUF file or the directory of a
     checkpoint; otherwise into the directory `model`, which is created and to which the user will add a
-    checkpoint. Raises UsageError for another address, if the recipe exists or cannot be written, if the GGUF
-    file is missing, or if the checkpoint is the working directory or its path is not UTF-8, and SetupError if
-    this machine's system is not supported. The form of an hf:// address is not checked."""
+    checkpoint. Raises UsageError for another or a malformed address, if the recipe exists or cannot be
+    written, if the GGUF file is missing, or if the checkpoint is the working directory or its path is not
+    UTF-8, and SetupError if this machine's system is not supported."""
     if "://" in model and not model.startswith("hf://"):
         raise UsageError(
             f"'{model}': a recipe's model is a directory, a GGUF file, or hf://organisation/name"
@@ -57,7 +58,7 @@ def write(model: str) -> FirstRecipe:
     if path.exists():
         raise UsageError(f"{path}: it exists already; it was not changed")
     name, source = (slug(model), _source(model)) if is_model else ("mine", "./model")
-    is_remote = model.startswith("hf://")
+    is_remote = parse_source(model) is not None
     count = parameter_count(model) if is_model else None
     choice = choose_scheme(machine_words(), count)
     reason = choice.reason

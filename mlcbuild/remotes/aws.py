@@ -54,7 +54,8 @@ def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any
 
     Otherwise raises RemoteError if there are no credentials, unless a variable is set with which obstore
     fetches some itself, such as AWS_WEB_IDENTITY_TOKEN_FILE. Raises it, too, for an AWS file that cannot be
-    parsed; one that cannot be opened counts as missing.
+    parsed, and for one that a variable names and that is there but cannot be opened; any other that cannot be
+    opened counts as missing.
     """
     options: dict[str, Any] = _files(environ)
     for name, variables in {
@@ -85,19 +86,23 @@ def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any
 def _files(environ: Mapping[str, str]) -> dict[str, Any]:
     profile = environ.get("AWS_PROFILE") or "default"
     home = auth.home() / ".aws"
+    stated = [environ.get(name, "") for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")]
     sections = {
-        Path(environ.get("AWS_CONFIG_FILE") or home / "config"): ("default", f"profile {profile}"),
-        Path(environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials"): (profile,),
+        Path(stated[0] or home / "config"): ("default", f"profile {profile}"),
+        Path(stated[1] or home / "credentials"): (profile,),
     }
     options: dict[str, Any] = {}
     for path, names in sections.items():
         parser = ConfigParser(interpolation=None, default_section="\0")
         try:
-            parser.read(path, encoding="utf-8")
+            with path.open(encoding="utf-8") as file:
+                parser.read_file(file)
         except (ConfigError, UnicodeDecodeError):  # the parser's message may quote a secret
             raise RemoteError(f"{path}: the file cannot be parsed") from None
-        except OSError:
-            raise RemoteError(f"{path}: the file cannot be read") from None
+        except OSError as error:
+            if str(path) in stated and not isinstance(error, FileNotFoundError):
+                raise RemoteError(f"{path}: the file cannot be read: {error.strerror}") from None
+            continue
         section = names[-1] if parser.has_section(names[-1]) else names[0] if profile == "default" else ""
         if parser.has_section(section):
             options |= {_CONFIG[key]: value for key, value in parser.items(section) if key in _CONFIG}

@@ -205,7 +205,7 @@ def create(path: str) -> int:
 def write(path: str, parts: Iterable[bytes]) -> None:
     """Writes a file of the store: first under a temporary name, then renamed to `path`, without fsync. parts:
     its bytes, in pieces. Raises OSError if the file cannot be written; the temporary file may then stay."""
-    part = f"{path}.{os.getpid()}.part"
+    part = f"{path}.{os.urandom(4).hex()}.part"  # Other threads may write the same path.
     with open(create(part), "wb") as file:
         file.writelines(parts)
     os.replace(part, path)

@@ -124,13 +124,17 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
             if not os.path.lexists(blob):
                 continue  # gc removed it meanwhile, or its damage was noticed by a run
             user, entry = users.get(blob.name, ("not used", None))
-            gone = _condemn(store, blob)
-            if mend is not None and entry is not None and not gone and not mend(entry):
+            replaced = _condemn(store, blob)
+            if replaced is not None:
+                good[blob.name] = replaced
+                continue
+            stays = "; it cannot be removed: make the store writable" if os.path.lexists(blob) else ""
+            if mend is not None and entry is not None and not stays and not mend(entry):
                 mended.append(f"blob {blob.name} ({user}) had content that does not match its name")
                 good[blob.name] = entry.size
                 continue
             bad.add(blob.name)
-            damaged.append(f"blob {blob.name} ({user}) has content that does not match its name{gone}")
+            damaged.append(f"blob {blob.name} ({user}) has content that does not match its name{stays}")
         named = [(name, record) for name, record in named if os.path.lexists(_place(store, record))]
         absent = {row[1] for _, record in named for row in record.rows} - good.keys() - bad
         for digest in [digest for digest in users if digest in absent]:
@@ -161,17 +165,18 @@ def _place(store: Store, record: Record) -> Path:
     return store.root / "ac" / layout.shelved(record.key)
 
 
-def _condemn(store: Store, blob: Path) -> str:
-    """Removes a path below the store's directory cas/, unless it is an intact blob by now. Returns "" if
-    nothing is left at the path, else the end of a message: "; it cannot be removed: make the store writable".
-    """
+def _condemn(store: Store, blob: Path) -> int | None:
+    """Removes a path below the store's directory cas/, which stays if the store cannot be written. If another
+    process has meanwhile replaced it by an intact blob, that stays, and its size in bytes is returned; else
+    None."""
     with _alone(store) as alone:
-        if alone and _check(blob) is None:  # Otherwise another process has replaced it meanwhile.
+        size = _check(blob)
+        if alone and size is None:
             if blob == store.blob(blob.name):
                 store.condemn(blob.name)
             else:
                 remove(blob)
-    return "; it cannot be removed: make the store writable" if os.path.lexists(blob) else ""
+    return size
 
 
 @contextmanager

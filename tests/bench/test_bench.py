@@ -264,6 +264,8 @@ def test_nobody_there(capsys: Out) -> None:
         ("bundle --clients 4", "--clients applies to bench serve: leave it out to measure a bundle"),
         ("bundle --token-ids 9", "--token-ids applies to bench serve"),
         ("bundle --slo ttft=1", "--slo applies to bench serve"),
+        ("bundle --no-ignore-eos", "--no-ignore-eos applies to bench serve"),
+        ("bundle --api-key k", "--api-key applies to bench serve"),
         ("serve http://h --threads 2", "--threads applies to a bundle: set it where the server starts"),
         (
             "bundle --tokens uniform:1,2",

@@ -116,6 +116,12 @@ def test_other_addresses_are_no_directories(model: str, here: Path) -> None:
     assert not [*here.iterdir()]
 
 
+def test_a_malformed_address_is_refused(here: Path) -> None:
+    with pytest.raises(UsageError, match="'org/a/b' is not the name of a repository; write hf://"):
+        write("hf://org/a/b")
+    assert not [*here.iterdir()]
+
+
 def test_a_path_that_is_not_utf8_is_refused(here: Path) -> None:
     try:
         shutil.copytree(TINY, here / "bad\udcff")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import aws, fault
 
 LOGIN = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret"}
@@ -75,3 +76,13 @@ def test_credentials_are_where_other_tools_have_them(
     assert actual == {"access_key_id": "me", "secret_access_key": "secret", **expected}
     assert aws.settings("s3://bucket?region=mine", environ)["region"] == "mine"
     assert aws.settings("s3://b", {"AWS_SKIP_SIGNATURE": "true", **environ}).get("access_key_id") is None
+
+
+def test_a_stated_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws" / "config").mkdir(parents=True)
+    with pytest.raises(RemoteError, match="there are no credentials"):
+        aws.settings("s3://bucket", {})
+    with pytest.raises(RemoteError, match=r"config: the file cannot be read: Is a directory"):
+        aws.settings("s3://bucket", {"AWS_CONFIG_FILE": str(tmp_path / ".aws" / "config")})
+    assert aws.settings("s3://bucket", LOGIN | {"AWS_CONFIG_FILE": str(tmp_path / "none")})

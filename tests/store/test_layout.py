@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,16 @@ def test_what_is_written_replaces_what_somebody_has_put_there(tmp_path: Path) ->
     place.mkdir()
     with pytest.raises(OSError, match=r"directory|permitted"):
         layout.create(str(place))
+
+
+def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
+    """Checks that each thread writes a temporary file of its own: one that is renamed is always complete."""
+    path, parts = str(tmp_path / "file"), [b"a" * 100_000, b"b" * 100_000]
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(layout.write, path, parts) for _ in range(64)]:
+            done.result()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert Path(path).read_bytes() == b"".join(parts)
 
 
 def test_old_logs_are_removed_beside_what_cannot_be(tmp_path: Path) -> None:

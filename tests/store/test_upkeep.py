@@ -68,6 +68,20 @@ def test_what_gc_removes_meanwhile_is_no_damage(store: Store, monkeypatch: pytes
     assert (report.damaged, report.missing) == ((), ())
 
 
+def test_what_another_process_replaces_meanwhile_is_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, damaged = upkeep._check, blob(store, "weights/a")
+    first = iter([True])
+
+    def check(path: Path) -> int | None:
+        return None if path == damaged and next(first, False) else real(path)
+
+    monkeypatch.setattr(upkeep, "_check", check)
+    report = verify(store)
+    assert report.ok and report.blobs == 2 and damaged.exists()
+
+
 def test_a_copied_blob_of_another_user_is_verified(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def stamp(path: Path) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
