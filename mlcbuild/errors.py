@@ -210,9 +210,9 @@ def one_line(text: str) -> str:
 
 
 def safe_lines(text: str) -> str:
-    """Returns a text with the same lines in which every other character that is not printable is written as
-    an escape sequence of Python, since printed text may quote untrusted input. Tabs become spaces, up to the
-    next multiple of 8 columns."""
+    """Returns a text in which the characters that are not printable are written as escape sequences of
+    Python, since printed text may quote untrusted input. Line feeds stay, but not other line breaks such as
+    carriage returns; tabs become spaces, up to the next multiple of 8 columns."""
     return text if text.isprintable() else "\n".join(map(one_line, text.expandtabs().split("\n")))
 
 

@@ -14,7 +14,8 @@ from mlcbuild.pipeline import Pipeline, Product
 
 @dataclass(frozen=True)
 class Selection:
-    """The options that select the part of a recipe to plan or run; by default all of it."""
+    """The options that select the part of a recipe to plan or run, by default all of it, and the steps that
+    run again."""
 
     only: tuple[str, ...] = ()
     """Names or shell patterns of variants and steps. The steps that they need are included. () selects

@@ -118,7 +118,7 @@ class Session:
 
     pipeline: Pipeline
     store: Store
-    """The store of built files. Every method opens its directory again, so that threads share no state."""
+    """The store of built files. Methods use other Stores of its directory, so that threads share no state."""
     key: Path | None = None
     """Path of the signing key; None: $MLCBUILD_KEY or the user's. If it is missing, nothing is signed."""
 

@@ -101,9 +101,10 @@ class Load:
         return f"{self.clients} client{'s' if self.clients != 1 else ''}"
 
     def arrivals(self, random: Random) -> Iterator[float]:
-        """Yields without end the times at which an open loop (one that does not wait for answers) sends its
-        requests, in seconds after the start of the load test; the first is 0. `rate` must not be None.
-        """
+        """Yields without end, in ascending order, the times at which an open loop (one that does not wait for
+        answers) sends its requests, in seconds after the start of the load test; the first is 0. The
+        intervals are 1 / `rate` seconds: each of them if `even` is True, else on average, drawn from
+        `random`. `rate` must not be None."""
         assert self.rate is not None
         moment = 0.0
         while True:

@@ -106,9 +106,9 @@ def _layer_of(param: Param) -> int:
 
 def _losses(trial: WeightTrial, candidates: Sequence[Storage]) -> Iterator[tuple[tuple[str, str], float]]:
     """Yields ((name of a matrix, name of a quantization scheme), loss) for every matrix and candidate scheme,
-    first for matrices outside the layers, then layer by layer. The loss is the mean KL divergence from the
-    exact model in nats per token, rounded to four significant digits.
-    """
+    first for matrices outside the layers, then layer by layer. The loss is the mean KL divergence, from the
+    exact model, of the model with only this matrix quantized, in nats per token, rounded to four significant
+    digits."""
     note = _Progress(trial, len(candidates))
     depth = len(trial.exact.config.layers)
     outside = [param for param in trial.matrices if _layer_of(param) < 0]

@@ -56,10 +56,10 @@ THRESHOLDS: Mapping[str, Threshold] = {
 
 
 def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action of a build step: writes to `out` a copy of the bundle's manifest bundle.json with the figures of
-    its verification, such as mean KL divergence and perplexity, under "verification". Raises
+    """Action of a build step: writes to the directory `out` a copy of the bundle's manifest bundle.json with
+    the figures of its verification, such as mean KL divergence and perplexity, under "verification". Raises
     VerificationError, and writes nothing, if a figure violates a threshold (the error's `figures` then has
-    all of them) or the bundle cannot be run.
+    all of them) or the bundle cannot be run (`figures` is then empty).
 
     params: for each threshold in THRESHOLDS (such as max_kl) a number as a string, or null for no limit.
     inputs: the directories `bundle`, and `reference` with the reference logits of the prompts.

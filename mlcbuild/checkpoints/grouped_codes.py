@@ -1,5 +1,5 @@
 """Reads matrices of integer codes that have a scale and a zero point, or a scale and a minimum, for each
-group of columns.
+group of columns of each row.
 
 A weight is (code - zero) * scale, or code * scale + minimum, in float32, rounded after each operation. With
 scales of 16 bits and a zero point no operation rounds.

@@ -159,9 +159,9 @@ def _located(
 
 
 def _remark(unread: Mapping[str, str | None]) -> None:
-    """Prints to the step's log, for each reason why tensors of a checkpoint are left out, a `note:` line with
-    their number, which the run shows. unread: tensor name -> reason.
-    """
+    """Prints to the step's log, for each reason why tensors of a checkpoint are left out, a `note:` line,
+    which the run shows, with the name of the tensor or, for several, their number and one of their names.
+    unread: tensor name -> reason."""
     for reason, count in Counter(unread.values()).items():
         first = min(name for name, why in unread.items() if why == reason)
         names = first if count == 1 else f"{count} tensors, such as {first}"
@@ -181,7 +181,7 @@ def _report(action: str, reasons: Mapping[str, str | None]) -> None:
 
 
 def _flat(piece: Tensor) -> Tensor:
-    """Returns a view of a checkpoint's tensor as a vector with the same bytes."""
+    """Returns the description of a checkpoint's tensor as a vector of the same elements and type."""
     return replace(piece, shape=(math.prod(piece.shape),))
 
 

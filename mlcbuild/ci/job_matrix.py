@@ -73,8 +73,8 @@ class Matrix:
     command: Command
     """The parts of the command line that all generated CI jobs share."""
     shards: int | None = None
-    """Maximum number of CI jobs (shards of the build) that share all work; there are no more jobs than
-    variants with work. None: one job for each variant of the recipe."""
+    """Maximum number of CI jobs (shards of the build) that share all work, but at most one for each variant
+    that needs work or, with `all`, for each variant. None: one job for each of these variants."""
     labels: tuple[str, ...] = ()
     """Texts TARGET=RUNNER, each with the name of a recipe's target and the label of the CI runner for it; the
     target * stands for all targets."""

@@ -51,15 +51,16 @@ FORMAT = "mlcbuild-durations/1"
 _LARGEST = 64 << 20
 """Maximum size in bytes of a file of step durations; a larger one is refused."""
 _TRIED = 16
-"""Maximum number of thresholds that are tried for dividing a build among machines. A threshold is a duration
-of a build step: all final steps (on which no other step depends) that share a step at least that long go to
-the same machine. If there are more different durations, evenly spaced ones are tried.
-"""
+"""Maximum number of thresholds, besides one above all durations, that are tried for dividing a build among
+machines. A threshold is a duration of a build step: all final steps (on which no other step depends) that
+share a step at least that long go to the same machine. If there are more different durations, evenly spaced
+ones are tried."""
 
 
 @dataclass(frozen=True)
 class StepShard:
-    """The part of a build that one machine (shard) runs: names of steps, and their expected duration."""
+    """The part of a build that one machine (shard) runs: names of steps, and the expected duration of its
+    work."""
 
     steps: tuple[str, ...]
     """Names of the build steps that this shard (one machine's share of a build) must build, in the order of
@@ -70,8 +71,8 @@ class StepShard:
     shards produce results.
     """
     milliseconds: int
-    """Expected milliseconds of work of this shard (one machine's share of a build) if no store holds any
-    result: its final steps and all of their dependencies, even those that other shards build, too."""
+    """Sum of the expected durations, in milliseconds, of this shard's steps and of all their dependencies,
+    also of those that other shards build: its work if neither a store nor another shard has any result."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ _OF_LOADS = (
     "plot",
 )
 """Names of parsed options that only `bench serve`, the load test of a server, accepts: when a bundle is
-measured, one of them that is not empty or false is refused. Options with another default are not listed."""
+measured, one of them that is not empty or false is refused. Other options of `bench serve`, such as --seed,
+are ignored then."""
 
 
 def bench(arguments: argparse.Namespace) -> int:

@@ -368,10 +368,10 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_file(name: str, verb: str) -> str:
-    """Returns the path of the recipe that a command line names. A directory stands for the recipe.yaml in it,
-    but if `verb` is publish, it is a bundle and is returned unchanged. Raises UsageError if a directory holds
-    no recipe.yaml, or if `name` is recipe.yaml, the default, and no such file exists; other files are not
-    checked."""
+    """Returns the path of the recipe that a command line names. If `verb` is publish, a directory is a
+    bundle, whatever it holds, and is returned unchanged; for other verbs it stands for the recipe.yaml in it.
+    Raises UsageError if such a directory holds no recipe.yaml, or if `name` is recipe.yaml, the default, and
+    no such file exists; other files are not checked."""
     recipe_path = Path(name) / RECIPE
     if verb != "publish" and Path(name).is_dir():
         if not recipe_path.is_file():

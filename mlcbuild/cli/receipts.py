@@ -101,10 +101,11 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
     """Yields the paths of those directories of bundles, and of their parents, whose mtime is old enough to
     change with any later change of the names in them. For each other directory, appends to `listed` its path,
-    its number of entries, and the name and inode of each. Adds to `blobs` the sizes of the bundles' files
-    that are no hard links to files of the store. outputs: the bundles' directories; looked: time of the
-    check, in ns since 1970. Raises _DoubtError if a bundle is a symbolic link or the mtime of a file shows a
-    change since the run wrote it."""
+    its number of entries, and the name and inode of each. Adds to `blobs`, which must already hold the
+    store's files of this run, the sizes of the bundles' files that are no hard links to these. outputs: the
+    bundles' directories; looked: time of the check, in ns since 1970. Raises _DoubtError if a bundle is a
+    symbolic link or the mtime of a file shows a change since the run wrote it, OSError if a file or directory
+    is missing or unreadable."""
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
     # The lists of written files beside bundles are replaced by rename, which changes the parent directory.
@@ -184,9 +185,10 @@ def _latest(stats: Sequence[int]) -> int:
 
 @dataclass
 class _Blobs:
-    """Collects the sizes of files in a store and of other files in bundles, after checking that each still
-    has the mtime that the store gives its files (1980-01-01) and, in the store, the expected size. Otherwise
-    raises _DoubtError, or OSError if a file is missing."""
+    """Collects the sizes of files in a store and of other files in bundles, by which a later run sees that
+    none has changed. Raises _DoubtError for a file, also in a bundle, without the mtime that the store gives
+    its files (1980-01-01), and for one in the store that has not the expected size; OSError if a file is
+    missing."""
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
@@ -222,9 +224,10 @@ class _Blobs:
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
     """Yields those directories of one bundle whose mtime is old enough to change with any later change of the
     names in them. For each other directory, appends to `listed` its path, its number of entries, and the name
-    and inode of each. Adds to `blobs` the sizes of the bundle's files, except hard links to files of the
-    store. output: the bundle's directory; looked: time of the check, in ns since 1970. Raises _DoubtError if
-    `output` is a symbolic link, or if the mtime of a file shows a change since the run wrote it."""
+    and inode of each. Adds to `blobs` the sizes of the bundle's files, except hard links to the store's files
+    that `blobs` already holds. output: the bundle's directory; looked: time of the check, in ns since 1970.
+    Raises _DoubtError if `output` is a symbolic link, or if the mtime of a file shows a change since the run
+    wrote it."""
     if output.is_symlink():
         raise _DoubtError(output)
     for directory, _, _ in os.walk(output):

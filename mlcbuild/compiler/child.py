@@ -29,8 +29,10 @@ PROGRESS = "progress"
 
 def main(backend: Callable[[], Build]) -> None:
     """Runs the child process: compiles request.json in the directory named by sys.argv[1], and writes the
-    names of the object files to objects.json there. For an MlcbuildError it writes error.json, a list of the
-    name of the error's class and its message, and exits with code 1; other exceptions propagate.
+    names of the object files to objects.json there. Meanwhile the files `phase` and `progress` there hold the
+    name of the current phase and the last progress report, for the parent process. For an MlcbuildError it
+    writes error.json, a list of the name of the error's class and its message, and exits with code 1; other
+    exceptions propagate.
 
     backend: function that imports a device's code generator and returns the function that compiles: (request
     as JSON, directory, callback that receives the name of each phase) -> object files.

@@ -59,13 +59,14 @@ LOWER: Phases = (
 
 
 def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModule:
-    """Applies compiler passes to a module in order and returns the result. mark: callback that receives the
-    description of each pass before it runs. Raises CompileError with the name of the first pass that yields
-    an ill-formed module; an exception that a pass raises itself passes unchanged.
+    """Applies compiler passes to a module in order and returns the result. target: the target for which they
+    compile; mark: callback that receives the description of each pass before its first run. Raises
+    CompileError with the name of the first pass that yields an ill-formed module; an exception that a pass
+    raises itself passes unchanged if no pass before it yields one.
 
     Only the last result is checked: a check after each pass takes a tenth of the time that a small library
-    takes. If the result is ill-formed or a pass fails, the passes run again with all checks, to find the
-    first one with an ill-formed result.
+    takes. If the result is ill-formed or a pass raises ValueError or RuntimeError, the passes run again with
+    all checks, but without calls of `mark`, to find the first one with an ill-formed result.
     """
     with target:
         result = mod

@@ -352,10 +352,10 @@ def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | N
 
 def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """Returns the attention window of each layer, in tokens; None for a layer without one. fields: the reader
-    of config.json, in which layer_types lists the kinds of layers; a wrong list adds an error message, and so
-    does a window that is missing although a layer has the kind "sliding_attention"; no layer has a window
-    then. kinds: the kind of each layer, "full_attention" or "sliding_attention", that applies if layer_types
-    is absent. window: tokens of the window; None if it is off."""
+    of config.json, in which layer_types lists the kinds of layers. A wrong list adds an error message to it,
+    and so does a `window` of None (off) if a layer has the kind "sliding_attention"; no layer has a window
+    then. kinds: the kind of each layer, "full_attention" or "sliding_attention", which applies if
+    layer_types is absent. window: tokens of the window."""
     listed, count = fields.get("layer_types"), len(kinds)
     if listed is not None and listed is not ABSENT:
         if not isinstance(listed, list) or any(kind not in LAYER_KINDS for kind in listed):

@@ -87,11 +87,12 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
 def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
     """Packs the two-level scales and minima of a matrix into 32-bit words and returns them, uint32 [rows,
     blocks * words of a block]. A block is 256 weights of a row. Its first word has the float16 of its scales
-    in the low half and that of its minima, if there are any, in the high half. Then come the 8-bit factors of
-    its scales, four to a word, and those of its minima.
+    in the low half and that of its minima, if there are any, in the high half. Then come the factors of its
+    scales (int8), four to a word, the first in the lowest byte, and those of its minima (uint8).
 
     numbers: the scales' factors [rows, groups] and float16 numbers [rows, blocks], then those of the minima
-    if there are any. each: number of groups in a block; the last block of a row is padded with zeros.
+    if there are any. each: number of groups in a block, a multiple of 4; the last block of a row is padded
+    with zeros.
     """
     rows, count = numbers[1].shape
     steps = [

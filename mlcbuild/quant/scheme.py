@@ -229,9 +229,9 @@ def describe(scheme: Storage) -> dict[str, Json]:
 
 
 def to_json(scheme: Storage) -> dict[str, Json]:
-    """Returns a scheme as a JSON object for the parameters of a build step: every field except the candidates
-    among which a step chooses, so that a change of any of them changes the step's key. An override is
-    {"match": pattern, "scheme": object of the same form}."""
+    """Returns a scheme as a JSON object for the parameters of a build step. It has every field, so that a
+    change of any field changes the step's key, except the candidates: a step that chooses among them gets an
+    object for each. An override is {"match": pattern, "scheme": object of the same form}."""
     return {
         "name": scheme.name,
         "format": scheme.format,

@@ -16,8 +16,8 @@ from mlcbuild.remotes.transport import TIMEOUT, Body, whole_number
 
 
 class Http:
-    """The transport for a remote cache on a web server. Creating it raises RemoteError for credentials, a
-    certificate file or a proxy in the environment that cannot be used."""
+    """The transport for a remote cache on a web server. Creating it raises RemoteError for credentials in the
+    environment or netrc, or a certificate file or a proxy in the environment, that cannot be used."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         parts = urlsplit(url)

@@ -62,7 +62,9 @@ class Link:
         self._guard = threading.Lock()
         self._warnings: list[str] = []
         self._damaged: set[str] = set()
-        """Names of objects whose contents on the remote were wrong."""
+        """Names (ac/<key> or cas/<digest>) of the remote's objects that were refused in this run: damaged
+        ones, and records without a trusted signature. Uploads replace them. After three, the remote is no
+        longer read, and uploads replace every blob, not only these."""
         self._transport: Transport | None = None
         try:
             self._transport = connect(remote.url, timeout)

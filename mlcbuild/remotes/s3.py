@@ -40,7 +40,7 @@ PARTS = 4
 """Number of parts of one upload that are sent at the same time."""
 _MOST_PARTS = 10_000
 EXPIRY = timedelta(minutes=20)
-"""Validity of a signed URL, a timedelta. A new URL is signed after 5 minutes: clocks may differ by 15."""
+"""Validity of a signed URL, which is used for 5 minutes only: clocks may be 15 minutes ahead or behind."""
 _SKEW = 15 * 60
 """Seconds by which this machine's clock may differ from that of an S3 server."""
 Result = TypeVar("Result")

@@ -141,9 +141,10 @@ def _short(seconds: float) -> str:
 
 
 def scatter(points: Sequence[Point]) -> str:
-    """Returns an SVG scatter plot of loss (mean KL divergence in nats, logarithmic) over size in bytes, with
-    a labelled dot for each point. Points with a loss up to LEAST, a rounding error, are in a separate row
-    "exact" below the axis, which has no position for zero. Raises ValueError if there is no point."""
+    """Returns an SVG scatter plot of loss (mean KL divergence in nats, logarithmic) over size in bytes
+    (linear, from 0), with a labelled dot for each point. Points with a loss up to LEAST, a rounding error,
+    are in a separate row "exact" below the axis, which has no position for zero. Raises ValueError if there
+    is no point."""
     width, height, left, top = 520.0, 300.0, 64.0, 14.0
     exact = any(point.loss <= LEAST for point in points)
     floor = height - (40.0 + _ROW * exact)

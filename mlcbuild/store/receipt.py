@@ -270,8 +270,10 @@ def _touch(path: str, ac: str, records: bytes) -> None:
 
 
 def _log(directory: str, rest: str, seconds: float) -> None:
-    """Writes the log of a run that found nothing to do: the log of the earlier run whose receipt (the list of
-    everything that it depended on) showed this, with another start and duration. Errors are ignored."""
+    """Writes the log of a run that found nothing to do and ends now: the log of the earlier run whose receipt
+    (the list of everything that it depended on) showed this, with another start and duration. directory: that
+    of the logs; rest: the earlier log's JSON text after its first two fields, start and duration; seconds:
+    duration of this run. Errors are ignored."""
     try:
         layout.write_log(directory, time.time() - seconds, seconds, rest)
     except OSError:

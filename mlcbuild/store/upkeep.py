@@ -181,9 +181,9 @@ def _condemn(store: Store, blob: Path) -> int | None:
 
 @contextmanager
 def _alone(store: Store) -> Iterator[bool]:
-    """Returns a context in which no other process can publish results to the store or collect its garbage;
-    waits for those that do. It yields True, or False, with nothing locked, for a store whose lock file cannot
-    be written."""
+    """Returns a context in which no other process and no other thread can publish results to the store or
+    collect its garbage; waits, without a time limit, for those that do. It yields True, or False, with
+    nothing locked, for a store whose lock file cannot be written."""
     with ExitStack() as stack:
         try:
             stack.enter_context(wait_lock(store.root / "lock", keep=True))

@@ -205,8 +205,8 @@ def printable(text: object, longest: int = LONGEST_MESSAGE) -> str:
 
 def describe(value: object) -> str:
     """Returns any value as text for an error message: its Python expression (`repr`), or, if that has more
-    than 60 characters, the first 57 and "...". A long string or list, or a large object or integer, takes no
-    longer."""
+    than 60 characters, the first 57 and "...". An integer of more than 1024 bits is described by its number
+    of bits instead. Of a long string, list or dict only the beginning is formatted, so it takes no longer."""
     text = ""
     for piece in _pieces(value):
         text += piece

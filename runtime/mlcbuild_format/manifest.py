@@ -37,8 +37,8 @@ class Model:
     name: str
     family: str
     config: Mapping[str, Json]
-    """The model's config, verbatim; the runtime reads its `vocab_size`, `hidden_size`, `layers` and
-    `layer_specs`."""
+    """The model's config in mlcbuild's own form, not the checkpoint's, exactly as in bundle.json. The runtime
+    reads only its fields `vocab_size`, `hidden_size`, `layers` and `layer_specs`."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class Manifest:
 MAX_INT32 = (1 << 31) - 1
 MAX_FILES = 10_000
 MAX_VALUES = 100_000
-"""Maximum number of keys and values, nested ones included, in a JSON object of bundle.json that is kept
-unchanged, such as the model's config."""
+"""Maximum number of keys and values, nested ones and items of lists included, in a JSON object of bundle.json
+that is kept unchanged, such as the model's config. More raise FieldError."""
 MAX_NESTING = 16
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
 """Regular expression of a file or directory name: 1 to 200 ASCII letters, digits and `_ . + -`, the first a

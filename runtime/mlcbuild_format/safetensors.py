@@ -59,8 +59,8 @@ class Tensor:
 
     name: str
     dtype: str
-    """The safetensors name of the element type, for example BF16; in the header of a bundle's weights file
-    NumPy's name, for example float16."""
+    """The safetensors name of the element type, for example BF16, as the file's header has it; in a
+    WeightsHeader, which describes a bundle's weights file, NumPy's name, for example float16."""
     shape: tuple[int, ...]
     path: Path
     start: int

@@ -95,8 +95,10 @@ def _parts(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _note(part: str, manifest: Manifest) -> Path | None:
-    """Returns the path of the file that exists once a part of a bundle has passed its test in a child
-    process; None if the account has no home directory, and so no cache directory."""
+    """Returns the path of the file that exists once a child process has loaded a part of a bundle: "library",
+    the compiled code, or "tokenizer". The path depends on the content of the part's files and on the version
+    of the package that loads them. None if there is no cache directory, because the account has no home
+    directory."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         if sys.platform == "darwin":

@@ -66,9 +66,8 @@ TURNS = 1 << 20
 ms, so that the time for starting threads is negligible.
 """
 CHAINS = 12
-"""Number of independent sums in the float32 loop: latency (4 cycles) times throughput (2 per cycle), and a
-few more.
-"""
+"""Number of independent sums in the loop that measures the rate of float32 multiply-adds: their latency (4
+cycles) times their throughput (2 per cycle), and a few more."""
 WEIGHT_ROWS = 64
 """Number of rows of weights that the int8 loop reads repeatedly: at most 16 KiB, which stays in the
 first-level cache.

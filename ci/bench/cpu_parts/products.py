@@ -1,4 +1,4 @@
-"""Operands and compiled kernels of matrix products, for the benchmarks of kernels."""
+"""Creates random operands of matrix products and compiles kernels for CPUs, for the benchmarks of kernels."""
 
 from __future__ import annotations
 

@@ -213,9 +213,9 @@ class GgufSeed:
 
 class Ggufs(Timed):
     """A fuzzing target: creates mutated models in one GGUF file, from the header to weights and tokenizer,
-    and checks that each is read or refused with a suitable message. The unchanged files are a dense model,
-    and some with experts and latent attention, which have no tokenizer. A case is the file.
-    """
+    and checks that each is read or refused with a suitable message. The unchanged files are a dense model
+    with a tokenizer, and models with experts, one of them with latent attention, without a tokenizer. A case
+    is the file."""
 
     def __init__(self, place: Path) -> None:
         self.path, self.out = place / "model.gguf", place / "out"

@@ -19,9 +19,8 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "inner": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "positions": ("max_position_embeddings", "n_positions"),
 }
-"""Name of a size of a model, such as "hidden" -> the names of the config.json field that holds it; model
-types differ in which they use.
-"""
+"""Name of a size of a model, such as "hidden" -> the names of the config.json fields that hold it; model
+types differ in which they use."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 SHARES = {"glm": 0.5, "glm4": 0.5, "nemotron": 0.5, "phi": 0.5, "stablelm": 0.25, "gpt_neox": 0.25}
 """Model type that rotates only a part of each head's dimensions in its rotary embedding -> that part, as a

@@ -285,11 +285,11 @@ class _Halves:
         return Tensor(_expr=relax.BlockBuilder.current().emit(view))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Emits attention for the rows of the residual stream x, without the output product, and returns its
-        result, float32 [n, heads * value_dim]. If the output product can read it as tiles for AMX, the tensor
-        has more columns: in calls for prompts its start holds the tiles, in other calls each row starts with
-        the result. The emitted code also writes keys and values to the cache.
-        """
+        """Emits attention, with the norm before it but without the output product, for the rows of the
+        residual stream x, and returns its result, float32 [n, heads * value_dim]. If the output product can
+        read it as tiles for AMX, the tensor has more columns: in calls for prompts its start holds the tiles,
+        in other calls each row starts with the result. The emitted code also writes keys and values to the
+        cache."""
         parts, spec = self.parts, self.spec.mixer
         source, weights = self.source("attn", int(x.shape[1]))
         if isinstance(spec, LatentAttention):

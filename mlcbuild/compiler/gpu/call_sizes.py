@@ -1,6 +1,5 @@
-"""Computes the maximum sizes of calls of a GPU program, and the layout of the buffer that holds a call's
-inputs.
-"""
+"""Computes how many rows, logits, masks, page copies and other inputs one call of a GPU program can have at
+most, and where each input lies in the one buffer that holds a call's inputs."""
 
 from __future__ import annotations
 
@@ -14,9 +13,8 @@ from mlcbuild.compiler.gpu.kernels import prompt_attention
 from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
 
 DRAFT_ROWS = 16
-"""Number of rows that every library accepts in a decoding step, even one built for fewer sequences, so that
-there is room for their draft tokens.
-"""
+"""Number of rows that every library for a GPU accepts in a decoding step, even one built for fewer sequences,
+so that there is room for their draft tokens."""
 STEPS = 16
 """Number of decoding steps whose sampled tokens the GPU program's buffer `history` can hold."""
 FORKS = 256

@@ -213,8 +213,9 @@ class LaunchBuilder:
         self, name: str, post_name: str, layer: LayerSpec, rows: int | None, source: str
     ) -> list[Launch]:
         """Returns the kernel launches that add scale * source W^T to the residual stream x, with the layer's
-        scale, or scale * norm(source W^T) if the layer has a norm there. In decoding, norm and addition may
-        be postponed to the next matrix product; `self.stream.pending` then records them.
+        scale, or scale * norm(source W^T) if the layer has a norm there. In decoding, such a norm and its
+        addition are postponed to the next matrix product if feed-forward runs after attention, not parallel
+        to it; `self.stream.pending` then records them.
 
         name: name of the matrix W; post_name: prefix of the names of the norm's parameters; rows: rows of x
         per workgroup in decoding; None: launches for prompts; source: name of the buffer that is multiplied.

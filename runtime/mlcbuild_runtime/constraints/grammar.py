@@ -131,9 +131,9 @@ class Matcher:
         return np.frombuffer(bits, np.int32)
 
     def take(self, token: int) -> None:
-        """Appends the sampled token to the answer: after a successful call of `tries`, it must be the token
-        that was tried. Raises RequestError if the constraint does not allow the token, or is too costly to
-        follow."""
+        """Appends a token to the answer, usually one sampled under the mask. Directly after `tries` has
+        returned True, it must be the token that was tried. Raises RequestError if the constraint does not
+        allow the token, or is too costly to follow."""
         self._count += 1
         if self._tried is None:
             self._mask = self._spelled = None
@@ -196,9 +196,9 @@ class Compiled:
         self, matcher: LLMatcher, ends: Collection[int], bytes: int, forget: Callable[[], None]
     ) -> None:
         """Creates a compiled constraint. matcher: llguidance's matcher at the beginning of an answer; ends:
-        IDs of the end-of-sequence tokens; bytes: memory that the constraint may use, in bytes; forget:
-        function without arguments that is called when an answer cannot follow the constraint, and removes it
-        from the cache."""
+        IDs of the end-of-sequence tokens; bytes: estimated maximum of the memory that it takes, for the
+        cache; forget: function without arguments that is called when an answer cannot follow the constraint,
+        and removes it from the cache."""
         self._matcher, self.ends, self.bytes, self.forget = matcher, ends, bytes, forget
 
     def __del__(self) -> None:

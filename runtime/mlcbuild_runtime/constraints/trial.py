@@ -31,8 +31,8 @@ PATIENCE = 20.0
 constraint counts as too costly. They are many times the CPU seconds allowed, for a machine that is busy with
 other work."""
 MEMORY = 128 << 20
-"""Maximum bytes that one constraint may use while a child process compiles and follows it; beyond them it
-counts as too costly."""
+"""Maximum bytes that one constraint may use, besides the memory that the child process has already, while
+that compiles and follows it; beyond them it counts as too costly."""
 STEPS = 16
 """Number of tokens for which a compiled constraint is followed, with random tokens that it allows, before the
 server accepts it."""
@@ -63,8 +63,10 @@ class TooCostlyError(Exception):
 
 
 class Trial:
-    """A child process that compiles one constraint at a time on trial and follows it for some tokens; it
-    starts on first use. One thread at a time may run it; any thread may close it."""
+    """A child process that tries constraints, one at a time, before the server uses them: it compiles each
+    and follows it for some random tokens, so that one that needs too much time or memory is refused with
+    TooCostlyError and cannot stop the server. It starts on first use. One thread at a time may run it; any
+    thread may close it."""
 
     def __init__(
         self, tokens: Tokens, seconds: float, niceness: int = 0, multiple: float | None = None

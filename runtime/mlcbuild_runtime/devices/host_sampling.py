@@ -64,8 +64,8 @@ def draw_from_top(top: NDArray[np.int32], row: SamplingRow) -> int | None:
     largest logits do not determine it; INVALID_TOKEN (-1) if a logit is NaN or the largest one is infinite.
 
     row: sampling parameters with a temperature above 0. top: int32 words that hold the bits of the largest
-    logit and of the sum of exp(logit - largest), then of each of the 64 largest logits its bits and its
-    token.
+    logit, those of the sum of exp(logit - largest) over the whole row, and then for each of the 64 largest
+    logits, in any order, its bits and its token.
     """
     params = abi.SamplingParams(*row)
     largest, total = top[:2].view(np.float32)

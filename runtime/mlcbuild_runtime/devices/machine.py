@@ -1,8 +1,9 @@
-"""Compares this machine's processor with a bundle's target, and counts idle processors.
+"""Compares this machine's processor with a bundle's target, requests the registers (AMX tiles) that a bundle
+uses from the operating system, and counts idle processors, for the choice of the number of threads.
 
-mlcbuild_format/processors.py has the table of processors. The comparison, `refusal`, comes before anything of
-the library is loaded. Source of the system call for tile registers: Linux's
-Documentation/arch/x86/xstate.rst.
+The comparison, `refusal`, comes before anything of the library is loaded, the request, `prepare`, before any
+of its code runs. mlcbuild_format/processors.py has the table of processors. Source of the system call for
+tile registers: Linux's Documentation/arch/x86/xstate.rst.
 """
 
 from __future__ import annotations

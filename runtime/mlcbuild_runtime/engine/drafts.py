@@ -122,9 +122,10 @@ class Prediction:
                     self._places[tuple(self._tokens[end - size : end])] = end
 
     def propose(self, answer: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` draft tokens: the part of the client's prediction that may follow the answer
-        so far; [] if the answer has left the prediction or reached its end. answer: all tokens of the answer;
-        each call must pass the same answer, which may have grown."""
+        """Returns up to `count` draft tokens: those that follow the answer so far in the client's prediction.
+        Where the answer deviates from it, drafts continue after the first occurrence, in the prediction, of
+        the answer's last 4, 3 or 2 tokens; [] if these do not occur there, or at the prediction's end.
+        answer: all tokens of the answer; each call must pass the same answer, which may have grown."""
         more = list(answer[self._answered :])
         self._answered = len(answer)
         place = self._place + len(more)
@@ -245,8 +246,8 @@ class Prices:
     def price(self, batch: int, drafted: int) -> float:
         """Returns the cost of verifying one draft token, as the number of tokens that could be computed
         without drafts in the same time. If steps with and without these drafts were not both measured, each
-        draft token is assumed to add a fifth of the step's time. batch: number of tokens that the step
-        computes besides the drafts; drafted: number of draft tokens, at least 1."""
+        draft token is assumed to add a fifth of the time of the step without drafts. batch: number of tokens
+        that the step computes besides the drafts; drafted: number of draft tokens, at least 1."""
         undrafted_time, drafted_time = self._best.get((batch, 0, 0)), self._best.get((batch, drafted, 0))
         extra = (
             drafted * self._GUESS

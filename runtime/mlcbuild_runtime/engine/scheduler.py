@@ -95,11 +95,13 @@ class Schedule:
 
     def decodes(self, rows: int) -> list[tuple[Sequence, int]]:
         """Returns (sequence, number of tokens to compute) for each sequence of the coming decode step, after
-        allocating pages for these tokens, for which other requests may be preempted. Sequences whose prompt
-        is not computed yet, and paused ones, are left out.
+        allocating pages for these tokens. If pages are short, requests are preempted, paused ones first, then
+        those that rank last by priority and arrival. A sequence that is preempted itself is left out, and so
+        are those whose prompt is not computed yet, and paused ones.
 
-        A sequence that was preempted computes several of its old tokens again, as long as the step has at
-        most `rows` rows.
+        The number is 1, without draft tokens. A sequence that was preempted earlier computes several of its
+        old tokens again, as long as the step has at most `rows` rows and there are pages without a
+        preemption.
         """
         parts = []
         for sequence in list(self.active):

@@ -281,7 +281,8 @@ class Models:
                 engine.executor.close()
 
     def _loaded_bytes(self) -> int:
-        """Returns the bytes of loaded models, and of unloaded ones whose engine still runs a step."""
+        """Returns the bytes of the weights, KV caches and workspaces of loaded models, and of unloaded ones
+        whose engine still runs a step."""
         loaded = sum(entry.chosen.memory for entry in self.entries if entry.engine and entry.chosen)
         return loaded + sum(memory for _, memory in self._stopping)
 

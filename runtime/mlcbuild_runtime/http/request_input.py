@@ -34,8 +34,8 @@ class RequestInput:
         self.has_line = False
         """True once the first line of the HTTP request has arrived completely."""
         self._line_end = b""
-        """The last bytes of the HTTP request's first line (_LINE_END, 11), as far as it has arrived, with its
-        line break."""
+        """The last bytes, at most _LINE_END (11), of the HTTP request's first line, as far as it has arrived,
+        with its line break. The property `protocol` reads the HTTP version from them."""
         self.framing = 0
         """Number of bytes passed to the parser so far of the request's head or, after it, of a chunked body,
         with its content, chunk sizes, line ends and trailers."""

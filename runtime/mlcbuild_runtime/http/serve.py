@@ -70,7 +70,7 @@ class ServerOptions:
     """True if the server only serves a page that runs the bundle in its visitors' browsers."""
     site: str | None = None
     """Directory to which the files of the web page that runs a bundle in browsers are written, without
-    starting a server; None: a server serves them."""
+    starting a server; None: a server starts, which serves the page if `browser` is True, else the API."""
 
 
 def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | None = None) -> int:

@@ -41,7 +41,8 @@ MAX_CHOICES = 128
 """Maximum answers to one request: its prompts times `n`."""
 MAX_BIASES = 1024
 MAX_PROMPT_TOKENS = 1 << 18
-"""Maximum tokens of all prompts of a request together, unless the context is longer; they take 10 MB."""
+"""Maximum tokens of all prompts of a request together, unless the context is longer; as Python integers they
+take 10 MB of memory."""
 
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP}
 _STOPS: Json = {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}

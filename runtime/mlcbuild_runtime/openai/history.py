@@ -31,10 +31,10 @@ class Kept:
     document: dict[str, Json]
     before: tuple[Item, ...]
     """The items (messages, reasoning, tool calls, tool results) of the earlier conversation which the request
-    continues, without those that the request itself added."""
+    continues, without those of its own input."""
     items: tuple[Item, ...]
-    """The items (messages, reasoning, tool calls, tool results) that the request itself added to the
-    conversation."""
+    """The items (messages, reasoning, tool calls, tool results) of the request's own input, without the
+    answer's output, which `document` holds."""
 
     @property
     def all(self) -> tuple[Item, ...]:

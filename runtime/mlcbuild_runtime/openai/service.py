@@ -25,8 +25,9 @@ from mlcbuild_runtime.text import turns
 from mlcbuild_runtime.text.tokenizer import check_length
 
 MAX_SCORES = 1 << 19
-"""Maximum number of log-probabilities of prompt tokens, counted over all prompts of one request and their `n`
-answers; a request for more is refused. So many take about 50 MB of memory."""
+"""Maximum number of log-probabilities of prompt tokens, for each token its own and those of `logprobs`
+alternatives, counted over all prompts of one request and their `n` answers; a request for more is refused. So
+many take about 50 MB of memory."""
 MAX_DETOKENIZED = 1 << 16
 """Maximum number of tokens in a body of /detokenize, unless the context is longer."""
 COMPLETION_TOKENS = 16

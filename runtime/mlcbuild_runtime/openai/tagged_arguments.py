@@ -92,7 +92,8 @@ class TaggedReader:
 
 
 class TagRules:
-    """Creates the rules of a Lark grammar that constrain arguments of tool calls between tags."""
+    """Creates the rules of a Lark grammar that constrain arguments of tool calls, each of which stands
+    between tags of its own."""
 
     def __init__(self, tags: Tags, tail: str, literal: Callable[[str], str]) -> None:
         """Creates those rules of the Lark grammar that do not depend on a tool: for texts and the tag after

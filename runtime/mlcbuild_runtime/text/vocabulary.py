@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MAX_TOKENIZER = 256 << 20
-"""Largest tokenizer.json or tokenizer.model that is read, in bytes."""
+"""Largest tokenizer.json or tokenizer.model that is read, in bytes; a larger file raises BundleError."""
 _SPACE = "▁"
 """The letter that SentencePiece writes for a space inside a piece."""
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(

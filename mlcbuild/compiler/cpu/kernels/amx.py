@@ -77,8 +77,7 @@ class Shape:
 
     @property
     def passes(self) -> int:
-        """Returns the number of passes into which a product divides k, the summed dimension. Sums are kept in
-        memory from one pass to the next."""
+        """Returns the number of passes over k, the summed dimension. Sums stay in memory between passes."""
         return -(-self.steps // PASS_STEPS)
 
     @property
@@ -333,8 +332,9 @@ def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
 
 
 def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
-    """Emits code that writes one row of finished sums, 32 columns, to the product's output: row `line` of the
-    thread's `block` of 32 rows of x."""
+    """Emits code that writes one row of the finished sums of `pair`, two tiles of 16 columns, to the
+    product's output: row `line` of the thread's `block` of 32 rows of x. For a GatedOutput the tiles are
+    gates and ups; the 16 gated values of an even pair are stored together with those of the next pair."""
     task, output = pair.task, pair.task.output
     column, place = task.column + pair.number * BLOCK, block * BLOCK + line
     held = T.bind(task.shape.sums_at(pair.number, block) + line)

@@ -27,9 +27,9 @@ def exact_product(form: RowFormat, fusion: Fusion) -> PrimFunc:
 
 
 def _row_by_row(call: FloatCall, lines: Buffer) -> None:
-    """Emits the product with rows of x divided among the cores, or on one core for up to 4 rows: for a matrix
-    that one core reads faster than another core wakes.
-    """
+    """Emits the product with rows of x divided among the cores, each of which reads the whole matrix; up to 4
+    rows are computed by one core. For a matrix that one core reads faster than another core wakes, so that
+    dividing the matrix would take longer."""
 
     def one_row(row: Expr) -> None:
         with T.serial(0, _tiles(call.form)) as tile:

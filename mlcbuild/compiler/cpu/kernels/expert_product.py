@@ -165,8 +165,8 @@ class _Weighted:
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         """Emits the addition of a vector of results, times the weight of the pair (row, chosen expert), to
-        the pair's row of the output, from `column` on. row: the number of the pair, row * chosen + choice.
-        """
+        the output's row `row` // chosen, that of the pair, from `column` on. row: the number of the pair, its
+        row * chosen + choice."""
         target_row, choice = T.truncdiv(row, i64(self.chosen)), T.truncmod(row, i64(self.chosen))
         weight = T.bind(self.choices[target_row, self.chosen + choice])
         self.output.store(target_row, column, values * splat(weight, lanes), lanes, first)

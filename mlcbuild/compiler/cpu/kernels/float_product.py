@@ -242,7 +242,6 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
             if checked:
                 fresh = T.And(k >= full_blocks * form.lanes * form.planes, k < form.k)
                 value = T.if_then_else(fresh, value, f32(0))
-
             total = total + value
             place = block * order.step + plane * form.lanes + lane
             T.buffer_store(lines, value * f32(1 / form.factor(plane)), [row, place])
@@ -261,9 +260,10 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
 def stream_tile(
     call: FloatCall, lines: Buffer, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits the products of a few rows of x, whose indices are `rows`, with one tile of weight rows, which
-    stream from memory through registers. lines: packed rows of x; places: the output rows, ascending, by
-    default `rows`; an output row that repeats the one before it is not stored again."""
+    """Emits the products of a few rows of x with one tile of weight rows, which stream from memory through
+    registers. lines: all rows of x, packed; rows: indices in it of the rows to multiply; places: their output
+    rows, ascending, by default `rows`. A row whose output row repeats the one before it only fills the batch,
+    and is not stored."""
     places = rows if places is None else places
     form = call.form
     wide = form.isa.stream_rows
@@ -316,7 +316,8 @@ def _stream_block(
 
 
 def _start(x: _XBlock, order: PackedRow, i: int) -> Expr:
-    """Returns the initial sum of products for row i of x in a block: its packed offset term, or zero."""
+    """Returns the vector at which the sum for the i-th row of `x` in a block starts: minus the weights'
+    offset times the row's block, summed lane by lane, as stored in packed x; zeros without an offset."""
     return x.vector(order, i, order.planes) if order.offset else f32(0, order.lanes)
 
 
@@ -340,8 +341,7 @@ def _scratch_stride(form: RowFormat) -> int:
 
 
 def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
-    """Emits the product of one block of weight rows with all rows of x: it unpacks the block, then computes
-    register tiles. index: number of the block."""
+    """Emits the product of all rows of x with the block number `index` of weight rows, unpacked first."""
     form, m, high = call.form, call.m, block_rows(call.form.n)
     tiles = (T.min(i64(high), form.n - index * high) + (COLUMNS - 1)) // COLUMNS
     scratch = T.alloc_buffer((high, _scratch_stride(form)), "float32")

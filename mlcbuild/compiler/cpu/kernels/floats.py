@@ -165,8 +165,9 @@ class Floats:
     def _half(self, value: Expr) -> Expr:
         """Emits the rounding of a float32 vector to float16, to nearest even, and returns the float16 vector.
 
-        Without an instruction it rounds the 13 excess bits with an integer addition, and lets the hardware's
-        float addition round values that are subnormal in float16. Values that are too large become infinite.
+        Where the instruction set has no instruction for it, it rounds the 13 excess bits with an integer
+        addition, and lets the hardware's float addition round values that are subnormal in float16. Values
+        that are too large become infinite.
         """
         if self.isa.half:
             return T.Cast(vectors.typed("float16", self.lanes), value)

@@ -251,8 +251,8 @@ def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
 
 def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
     """Emits code that unpacks one group of 32 columns of a tile of 16 weight rows to bfloat16, for AMX:
-    weights with their scales applied, times 2**-104. place: index in `buffer` of the result, int32 [16, 16].
-    """
+    weights with their scales applied, times 2**-104, which the factor 2**104 of the packed x cancels. place:
+    index in `buffer` of the result, int32 [16, 16] with two weights in each."""
     scales = amx_weights.pair_scales(call.weights[1][tile, group, span(0, TILE_ROWS)])
     bits = call.matrix.bits
     lines = [T.bind(call.packed(tile, group, i, 0)) for i in range(bits)]

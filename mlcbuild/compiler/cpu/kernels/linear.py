@@ -21,9 +21,8 @@ from mlcbuild.quant import Storage
 
 @dataclass(frozen=True)
 class Linear:
-    """The matrix product y = x @ W.T with one stored matrix W [n, k], for one instruction set and
-    quantization scheme.
-    """
+    """Emits calls of the CPU kernel that computes y = x @ W.T with one stored matrix W [n, k], for one
+    instruction set and quantization scheme, and returns the kernel's name and properties."""
 
     isa: ISA
     scheme: Storage

@@ -1,8 +1,9 @@
-"""Describes what is fused with a matrix product: how rows of its input x are computed (prologue), and where
-results are stored (epilogue).
+"""Describes what one kernel computes together with a matrix product: the rows of its input x before it
+(prologue), and bias, addition or activation of its results after it (epilogue).
 
-The code that packs or quantizes a row of x computes the row immediately before, in a separate scratch buffer.
-Only the product reads the row, so no tensor holds it and no separate kernel computes it.
+If a prologue computes rows, such as those of a norm, the code that packs or quantizes a row of x computes the
+row immediately before, in a scratch buffer. Only the product reads the row, so no tensor holds it and no
+separate kernel computes it.
 """
 
 from __future__ import annotations

@@ -94,9 +94,8 @@ class Records:
 
     @property
     def powers(self) -> bool:
-        """Returns True if the scales of activations are powers of two, which is so only for 4-bit weights
-        with one scale per group and no minima.
-        """
+        """Returns True if the scales of activations are powers of two: for all 4-bit weights with one scale
+        per group and no minima, and for no others."""
         return self.dot.bits == 4 and self.blocks is None
 
     @property

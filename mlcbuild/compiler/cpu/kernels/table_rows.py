@@ -1,4 +1,5 @@
-"""Emits code that copies one row of a stored embedding table as float32, for each layout of matrices."""
+"""Emits code that copies one row of a stored embedding table as float32. There is one function for each
+layout: unquantized, quantized row by row, in tiles of 16 rows, or in a format of float32 products."""
 
 from __future__ import annotations
 

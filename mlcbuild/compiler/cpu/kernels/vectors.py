@@ -149,10 +149,10 @@ def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
 
 
 def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], Expr] = operator.add) -> Expr:
-    """Returns one vector whose lane i is the sum of all elements of vectors[i], or another reduction by the
-    function `join`. `lanes`, the length of the vectors, and their number are powers of two. Halves of two
-    vectors are combined in one operation, which takes fewer operations than one reduction per vector.
-    """
+    """Returns one vector with a lane for each of `vectors`: lane i is the sum of all elements of vectors[i],
+    or another reduction by the function `join`. `lanes`, the length of the vectors, and their number are
+    powers of two. Halves of two vectors are combined in one operation, which takes fewer operations than one
+    reduction per vector."""
     room = lanes
     current = list(vectors)
     parts = 1

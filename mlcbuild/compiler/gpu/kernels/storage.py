@@ -303,7 +303,8 @@ def _bits(word: Value, shift: Value | int, place: int, width: int) -> Value:
 
 
 def unpacked(vector: Value, is_half: bool) -> list[Value]:
-    """Returns the four numbers in a vector as float32: those of a float32x4, or the float16 in a uint32x2."""
+    """Returns a list of four float32 expressions, the numbers in a vector. With `is_half` the vector is a
+    uint32x2 that holds float16, the first of each two in the low bits; otherwise it is a float32x4."""
     if not is_half:
         return [lane(vector, index) for index in range(CHUNK)]
     return [half(lane(vector, index // 2), bool(index % 2)) for index in range(CHUNK)]
