@@ -71,3 +71,14 @@ def test_the_system_tells_that_a_machine_is_busy() -> None:
     assert machine.run(5) == 4, "these threads, which get their time, run themselves"
     machine.time += 1
     assert machine.run(1) == 1, "after a rest only others do"
+
+
+def test_what_came_before_an_idle_period_does_not_count() -> None:
+    machine = Machine(cores=4)
+    machine.free = 4
+    for wall, cpu in ((0.09, 0.09), (0.02, 0.08)):
+        machine.time += 10
+        with machine.workers:
+            machine.time += wall
+            machine.spent += cpu
+    assert machine.workers.count == 4, "all four threads had a core after the idle period"

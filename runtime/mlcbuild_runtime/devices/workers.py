@@ -99,9 +99,12 @@ class Workers:
 
     def __enter__(self) -> None:
         began = self._meter.start()
-        if self.count > 1 and began - self._ended > IDLE:
-            self._set(self._fitting(self.count), trying=False)
-            self._until = began + WINDOW
+        if began - self._ended > IDLE:
+            # What other processes took before the idle period says nothing about the cores now.
+            self._meter.reset()
+            if self.count > 1:
+                self._set(self._fitting(self.count), trying=False)
+                self._until = began + WINDOW
 
     def __exit__(self, *_error: object) -> None:
         meter = self._meter
