@@ -82,3 +82,12 @@ def test_what_came_before_an_idle_period_does_not_count() -> None:
             machine.time += wall
             machine.spent += cpu
     assert machine.workers.count == 4, "all four threads had a core after the idle period"
+
+
+def test_a_trial_ends_with_its_first_window() -> None:
+    machine = Machine(cores=0.9)
+    machine.run(1)
+    assert machine.workers.count == 1
+    machine.cores, machine.free = 4, 2
+    assert machine.run(5) == 2, "four threads would not have a core each"
+    assert machine.workers.settled

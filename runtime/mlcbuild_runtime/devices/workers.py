@@ -115,13 +115,14 @@ class Workers:
             meter.reset()
 
     def _judge(self, slow: bool, wall: float) -> None:
+        is_trial, self._trying = self._trying, False
         if slow:  # Weights may have been read from a disk: then the next trial succeeds.
-            if self._trying:
+            if is_trial:
                 self._pause = min(LONGEST, max(4 * self._pause, REST * wall))
             self._set(self.count // 2, trying=False)
             self._until = self._meter.now() + self._pause
         elif self.count == self._most:
-            self._pause, self._trying = SHORTEST, False
+            self._pause = SHORTEST
         elif self._meter.now() >= self._until:
             more = min(self._most, 2 * self.count)
             if self._meter.now() - self._changed < DOUBT and self._fitting(more) < more:
