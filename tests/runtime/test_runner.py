@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,6 +105,29 @@ def test_a_burst_delivers_its_events_at_the_end(light_toy_bundle: Path) -> None:
     assert seq.tokens[3:] == toy.expected([3, 4, 5], 6)
     assert [event.tokens for event in bench.events[0]] == [1, 2, 3, 4, 5, 6]
     assert bench.runner.counters.decode_steps == 5
+
+
+def test_waiting_for_another_engine_does_not_shorten_a_burst(
+    light_toy_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+
+    class Waiting(Turns):
+        """A lock for which this engine waits 7 seconds of the simulated clock."""
+
+        def __enter__(self) -> None:
+            clock[0] += 7
+            super().__enter__()
+
+    bench = Bench(light_toy_bundle)
+    seq = bench.add([3, 4, 5], count=20)
+    bench.runner.step([(seq, 3)], prompt=True)
+    assert bench.schedule.stretch(seq, 4) == 4
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Sequence, "constrained", True)
+    monkeypatch.setattr(bench.runner, "_turns", Waiting())
+    bench.runner.burst([seq], 5, 1)
+    assert seq.tokens[3:] == toy.expected([3, 4, 5], 6)
 
 
 @pytest.mark.parametrize("chunks", [[3], [2, 1]])

@@ -115,15 +115,15 @@ class Runner:
     def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
         """Executes up to `count` decode steps of `sequences`, fewer if another engine of the process waits
         for the lock under which engines compute, then delivers all their tokens to the clients. If a sequence
-        has a constraint, no step but the first begins later than `seconds` after the call. If a step raises
-        an exception, it is logged, and the requests end with an error after the tokens sampled so far. Each
-        sequence must have KV cache pages for these steps."""
+        has a constraint, no step but the first begins later than `seconds` after this engine has acquired
+        that lock. If a step raises an exception, it is logged, and the requests end with an error after the
+        tokens sampled so far. Each sequence must have KV cache pages for these steps."""
         begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
         try:
             with self._turns:
                 self._turns.on_wait(self.executor.interrupt)
                 if any(sequence.constrained for sequence in sequences):
-                    multi_step.guided(self.executor, sequences, count, begun + seconds)
+                    multi_step.guided(self.executor, sequences, count, time.perf_counter() + seconds)
                 else:
                     multi_step.unguided(self.executor, sequences, count)
         except Exception as error:  # Whatever the device raises
