@@ -132,6 +132,30 @@ def test_a_full_queue_has_room_for_further_clients() -> None:
     assert queue.order == ["a1", "b1", "a2", "b2"]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_interrupted_thread_leaves_the_queue(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks Ctrl-C while a thread waits for the lock and, if `is_late`, just after it got the lock: the next
+    thread gets it then."""
+    turns = FairLock(1)
+    holder = turns.turn()
+
+    def interrupted(_future: Future[None], _seconds: float | None) -> None:
+        if is_late:
+            holder.__exit__(None, None, None)
+        raise KeyboardInterrupt
+
+    holder.__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt), turns.turn():
+            raise AssertionError
+    if not is_late:
+        assert turns.waiting == 0
+        holder.__exit__(None, None, None)
+    with turns.turn(0):
+        assert turns.waiting == 0
+
+
 def test_work_in_a_nice_thread() -> None:
     assert in_nice_thread(0, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):

@@ -62,16 +62,27 @@ class FairLock:
         client that arrive later still go first. Raises CrowdedError if the queue is full, the time passes, or
         a thread of another client takes this one's place in the full queue."""
         mine = self._enter(client.get(), time.monotonic() + delay)
-        try:
-            if mine is not None:
-                mine.result(seconds)
-        except (TimeoutError, CancelledError):
-            if mine is not None and mine.cancel():
-                raise CrowdedError from None
+        if mine is not None:
+            self._wait(mine, seconds)
         try:
             yield
         finally:
             self._leave()
+
+    def _wait(self, mine: Future[None], seconds: float | None) -> None:
+        """Waits until this thread holds the lock, up to `seconds` or without limit for None. Raises
+        CrowdedError if the time passes or the thread has lost its place in the queue. Any other exception
+        that ends the waiting, such as KeyboardInterrupt, reaches the caller; the lock then goes to the next
+        thread. mine: the thread's future in the queue."""
+        try:
+            mine.result(seconds)
+        except (TimeoutError, CancelledError):
+            if mine.cancel():
+                raise CrowdedError from None
+        except BaseException:
+            if not mine.cancel():  # The thread holds the lock already.
+                self._leave()
+            raise
 
     def _enter(self, name: str, arrival: float) -> Future[None] | None:
         """Acquires the lock and returns None if it is free. Otherwise puts the thread into the queue of the
