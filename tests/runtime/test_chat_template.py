@@ -239,6 +239,22 @@ def test_a_renderer_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
         broken.ask({}, 60.0)
 
 
+def test_a_renderer_that_starts_slowly_is_not_the_templates_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("hi", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "STARTING", 0.0)
+        with pytest.raises(
+            RequestError, match="the process that renders chat templates was not ready"
+        ) as caught:
+            template.render(MESSAGES, {})
+    try:
+        assert (caught.value.code, caught.value.status) == ("overloaded", 503)
+        assert template._short._patience == chat_template.LONGEST_WAIT, "others wait as long as before"
+        assert template.render(MESSAGES, {}) == "hi"
+    finally:
+        template.close()
+
+
 def error(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["message"]
 

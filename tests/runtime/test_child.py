@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from mlcbuild_format.errors import SetupError
-from mlcbuild_runtime.text.child import Child, EndedError, StoppingError
+from mlcbuild_runtime.text import child as children
+from mlcbuild_runtime.text.child import Child, EndedError, StartingError, StoppingError
 
 from . import shared
 
@@ -157,6 +158,22 @@ def test_each_process_is_greeted_before_its_first_line() -> None:
         process.end()
     assert greetings == ["hello"] * 2
     process.end()
+
+
+@pytest.mark.parametrize(
+    ("hello", "seconds", "reason"),
+    [({"hang": True}, 0.05, "was not ready within 0.05 s"), ({"end": 3}, LONG, "ended with code 3")],
+)
+def test_a_process_that_does_not_become_ready(
+    hello: object, seconds: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "STARTING", seconds)
+    process = Child(MODULE, "echoes", lambda: hello)
+    with pytest.raises(StartingError) as caught:
+        process.ask({}, LONG)
+    assert str(caught.value) == f"the process that echoes {reason} when it started: try again later"
+    assert (caught.value.code, caught.value.status) == ("overloaded", 503)
+    assert process.process is None
 
 
 def test_a_module_that_does_not_exist() -> None:

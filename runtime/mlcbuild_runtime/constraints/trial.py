@@ -92,8 +92,8 @@ class Trial:
     def run(self, grammar: str) -> TrialOutcome:
         """Compiles a Lark grammar in the child process and follows it for up to 16 random tokens. Returns the
         bytes of memory that this took, or the reason why the grammar is refused. Raises TooCostlyError if it
-        reaches the limit of time or memory, StoppingError once the process is closed, and SetupError if no
-        child process can be started."""
+        reaches the limit of time or memory, StartingError if the child process does not become ready,
+        StoppingError once the process is closed, and SetupError if no child process can be started."""
         try:
             answer = self._child.ask({"grammar": grammar, "seconds": self._seconds}, PATIENCE)
         except EndedError:

@@ -78,8 +78,8 @@ class ChatTemplate:
         """Returns the text of the prompt for an answer to `messages`. options: more variables for the
         template. Raises RequestError: 400 if there is no template, if `options` cannot be encoded as UTF-8,
         or with the template's own message if it refuses the messages, 422 if it fails or takes too long, 503
-        if too many requests wait or the server is stopping; SetupError if the child process cannot be started
-        or ends with code 1."""
+        if too many requests wait, the child process does not become ready or the server is stopping;
+        SetupError if the child process cannot be started or ends with code 1."""
         if self._source is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or build the bundle from a checkpoint"
@@ -121,8 +121,9 @@ class _Renderer:
     def answer(self, line: bytes) -> Json:
         """Sends a line, a template with its variables, to the child process and returns its answer: a JSON
         object with the prompt or the reason of a failure. Raises RequestError: 422 if the template takes too
-        long or its process ends, 503 if too many requests wait, one waits too long or the server is stopping;
-        SetupError if no process can be started or it ends with code 1."""
+        long or its process ends, 503 if too many requests wait, one waits too long, a new process does not
+        become ready or the server is stopping; SetupError if no process can be started or it ends with code
+        1."""
         most = jinja.seconds(len(line))
         try:
             with self._turns.turn(self._patience):

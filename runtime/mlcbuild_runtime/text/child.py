@@ -58,6 +58,22 @@ class StoppingError(RequestError):
         super().__init__("the server is stopping: use another server", code="stopping", status=503)
 
 
+class StartingError(RequestError):
+    """The error for a request whose child process has not become ready: the machine is busy or lacks memory,
+    and the request is not to blame. A later one may be served."""
+
+    def __init__(self, purpose: str, code: int | None) -> None:
+        """Creates the error for a child process that was not ready in time or has ended before. purpose: what
+        the process does, as a verb such as "renders chat templates"; code: exit code of the process, negative
+        for a signal; None if it was killed after its time limit."""
+        reason = f"was not ready within {STARTING:g} s" if code is None else f"ended with code {code}"
+        super().__init__(
+            f"the process that {purpose} {reason} when it started: try again later",
+            code="overloaded",
+            status=503,
+        )
+
+
 class Child:
     """A child process that answers JSON documents, one per line, with the function `work` of a module. One
     thread at a time may use it; any thread may close it."""
@@ -74,16 +90,18 @@ class Child:
 
     def ask(self, document: object, patience: float) -> Json:
         """Sends a JSON document to the child process and returns its answer. Raises EndedError if there is
-        none within `patience` seconds or the process ends, StoppingError once the method `close` was called,
-        and SetupError if no process can be started or it ends with exit code 1. After an error the process is
-        killed; the next call starts another one."""
+        none within `patience` seconds or the process ends, StartingError if a new process does not become
+        ready, StoppingError once the method `close` was called, and SetupError if no process can be started
+        or it ends with exit code 1. After an error the process is killed; the next call starts another
+        one."""
         return self.ask_line(as_line(document), patience)
 
     def ask_line(self, line: bytes, patience: float) -> Json:
         """Sends a JSON document, as one line with its line feed, to the child process and returns its answer,
         parsed. Raises EndedError if there is none within `patience` seconds or the process ends,
-        StoppingError once the method `close` was called, and SetupError if no process can be started or it
-        ends with exit code 1. After an error the process is killed; the next call starts another one."""
+        StartingError if a new process does not become ready, StoppingError once the method `close` was
+        called, and SetupError if no process can be started or it ends with exit code 1. After an error the
+        process is killed; the next call starts another one."""
         process = self._running()
         try:
             answer: Json = json.loads(self._exchange(process, line, patience))
@@ -124,7 +142,10 @@ class Child:
                 self._kill()
                 raise StoppingError
             if self._hello is not None:
-                self.ask(self._hello(), STARTING)
+                try:
+                    self.ask(self._hello(), STARTING)
+                except EndedError as error:
+                    raise StartingError(self._purpose, error.code) from None
         return self.process
 
     def _started(self) -> subprocess.Popen[bytes]:
