@@ -83,6 +83,23 @@ def test_the_answers_of_a_model() -> None:
     assert [event.text for event in passed] == ["a", "b", ""]
 
 
+def test_cached_tokens_are_those_of_all_prompts() -> None:
+    """Checks two prompts with two answers each, of which one has no event, and a third prompt that is
+    submitted later: the log states the same sum as `usage` of a response."""
+    access_record = AccessRecord()
+    requests = [Request(prompt, sampling=Sampling(choice=c)) for prompt in ((1, 2), (3,) * 9) for c in (0, 1)]
+    cached = [0, 1, 8, None, 3]
+    for wave in (requests, [Request((4,) * 5)]):
+        access_record.model("tiny", wave, False)
+        for _ in wave:
+            number = cached.pop(0)
+            take = access_record.watched(lambda event: None)
+            if number is not None:
+                take(Event("a", 1, "stop", cached=number))
+    fields = access_record.fields()
+    assert (fields["prompt_tokens"], fields["cached_tokens"]) == (2 + 9 + 5, 0 + 8 + 3)
+
+
 def test_without_a_token_there_is_no_time_to_the_first() -> None:
     access_record = AccessRecord()
     access_record.model("tiny", [Request((1,))], False)

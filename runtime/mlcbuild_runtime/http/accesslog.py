@@ -8,10 +8,11 @@ JSON object with these fields.
                     `status` is null where the client disconnected before the answer began; `seconds` is the
                     time until the answer ended
     model, stream, prompt_tokens, cached_tokens, answer_tokens, finish, ttft
-                    only for requests to a model; `answer_tokens` is the sum over all answers,
-                    `cached_tokens` the smallest number of an answer; `finish` lists the reason of each
-                    answer, "error" for a failure and null where the client disconnected first; `ttft` is the
-                    seconds until the first token of any answer, and absent without one
+                    only for requests to a model; `prompt_tokens` and `cached_tokens` are the sums
+                    over all prompts, of which each counts once, with the smallest number of cached tokens of
+                    its answers; `answer_tokens` is the sum over all answers; `finish` lists the reason of
+                    each answer, "error" for a failure and null where the client disconnected first; `ttft`
+                    is the seconds until the first token of any answer, and absent without one
 
 No line contains text of a prompt or an answer, a query string, or a key.
 """
@@ -47,6 +48,8 @@ class AccessRecord:
         self._start = time.perf_counter()
         self._model: str | None = None
         self._prompt_tokens, self._stream = 0, False
+        self._prompts, self._prompt_of = 0, list[int]()
+        """_prompts is the number of different prompts, _prompt_of the number (1, 2, ...) of each answer's."""
         self._answers: list[Event | None] = []
         self._first: float | None = None
 
@@ -55,7 +58,11 @@ class AccessRecord:
         for each answer; of several answers to one prompt, only the first (`sampling.choice` 0) counts.
         stream: True if the answer is streamed."""
         self._model, self._stream = name, stream
-        self._prompt_tokens += sum(len(r.prompt) for r in requests if r.sampling.choice == 0)
+        for request in requests:
+            if request.sampling.choice == 0:
+                self._prompt_tokens += len(request.prompt)
+                self._prompts += 1
+            self._prompt_of.append(self._prompts)
 
     def watched(self, sink: Sink) -> Sink:
         """Returns a function for the events of one answer: it stores the time of the first token of any of
@@ -81,13 +88,23 @@ class AccessRecord:
             "model": self._model,
             "stream": self._stream,
             "prompt_tokens": self._prompt_tokens,
-            "cached_tokens": min((event.cached for event in received), default=0),
+            "cached_tokens": self._cached_tokens(),
             "answer_tokens": sum(event.tokens for event in received),
             "finish": [_finish(event) for event in self._answers],
         }
         if self._first is not None:
             described["ttft"] = round(self._first - self._start, 6)
         return described
+
+    def _cached_tokens(self) -> int:
+        """Returns the number of prompt tokens that were read from the prefix cache, as `usage` of a response
+        states it: the sum over all prompts of the smallest number of an answer. Answers without an event are
+        left out."""
+        cached = dict[int, int]()
+        for prompt, event in zip(self._prompt_of, self._answers, strict=False):
+            if event is not None:
+                cached[prompt] = min(event.cached, cached.get(prompt, event.cached))
+        return sum(cached.values())
 
 
 def _finish(event: Event | None) -> str | None:
