@@ -13,7 +13,7 @@ import httpx
 import pytest
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json
-from mlcbuild_runtime.openai.ollama_request import chat_body, generate_body, model_name
+from mlcbuild_runtime.openai.ollama_request import chat_body, embedding_input, generate_body, model_name
 
 from . import parrot, shared
 from .parrot import say
@@ -61,8 +61,10 @@ def test_messages_and_options_become_those_of_a_chat() -> None:
     assert (chat["stream"], chat["reasoning_effort"]) == (True, "low")
     assert chat["response_format"] == {"type": "json_object"}
     assert model_name({"model": "x:latest"}) == model_name({"name": "x"}) == "x" and model_name({}) is None
-    with pytest.raises(RequestError, match="model must be a text"):
-        model_name({"model": 1})
+    assert model_name({"model": "", "name": "x"}) == "x" and model_name({"model": "", "name": ""}) is None
+    for field in ("model", "name"):
+        with pytest.raises(RequestError, match=f"{field} must be a text"):
+            model_name({field: 1})
 
 
 class Compared(str):
@@ -105,6 +107,22 @@ def test_a_prompt_becomes_a_chat_or_a_text() -> None:
     assert generate_body(body, 64, has_template=False)["prompt"] == "s\na"
     text = generate_body({"prompt": "a", "raw": True, "format": {"type": "object"}}, 64, has_template=True)
     assert text["prompt"] == "a" and text["response_format"]
+    assert generate_body({"prompt": "a", "raw": True, "system": ""}, 64, has_template=True)["prompt"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt must be a text; it is missing"),
+        ({"prompt": ""}, "prompt has an empty text, which has no embedding"),
+        ({"prompt": 1}, "prompt must be a text; found 1"),
+    ],
+)
+def test_the_text_of_an_embedding_is_the_prompt(body: dict[str, Json], message: str) -> None:
+    assert embedding_input({"prompt": "a"}) == (["a"], True, None)
+    with pytest.raises(RequestError) as caught:
+        embedding_input(body)
+    assert (caught.value.param, str(caught.value)) == ("prompt", message)
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,15 @@ OPTIONS: Table = {
 
 def model_name(body: Mapping[str, Json]) -> Json:
     """Returns the name of the model in a body of Ollama's API (`model`, or else `name`), without the tag
-    ":latest"; None if it names none, which stands for the first model. Raises RequestError if the name is not
-    a text."""
-    name = body.get("model") or body.get("name")
-    if name is not None and not isinstance(name, str):
-        raise wrong("model", "a text", name)
-    return None if name is None else name.removesuffix(":latest")
+    ":latest"; None if both are absent or empty, which stands for the first model. Raises RequestError if the
+    name is not a text."""
+    for field in ("model", "name"):
+        name = body.get(field)
+        if name is not None and not isinstance(name, str):
+            raise wrong(field, "a text", name)
+        if name:
+            return name.removesuffix(":latest")
+    return None
 
 
 def chat_body(body: Mapping[str, Json], context: int) -> dict[str, Json]:
@@ -129,7 +132,7 @@ def generate_body(body: Mapping[str, Json], context: int, has_template: bool) ->
     prompt, system = fields.text("prompt") or "", fields.text("system")
     common = _common(fields, context)
     if fields.boolean("raw") or not has_template:
-        return {**common, "prompt": prompt if system is None else f"{system}\n{prompt}"}
+        return {**common, "prompt": prompt if not system else f"{system}\n{prompt}"}
     messages: list[Json] = [] if not system else [{"role": "system", "content": system}]
     return {**common, "messages": [*messages, {"role": "user", "content": prompt}], **_think(fields)}
 
@@ -309,22 +312,26 @@ def embed_input(body: Mapping[str, Json]) -> EmbeddingInput:
     `dimensions`. Raises RequestError for a wrong or unknown field, and for an empty text."""
     fields = RequestBody(body, EMBED)
     truncate, dimensions = fields.boolean("truncate", default=True), fields.integer("dimensions")
-    return EmbeddingInput(_texts(fields.get("input")), truncate, dimensions)
+    value = fields.get("input")
+    texts: list[Json] = value if isinstance(value, list) else [value]
+    for item in texts:
+        if not isinstance(item, str):
+            raise wrong("input", "a text or a list of texts", item)
+        if not item:
+            raise _empty("input")
+    return EmbeddingInput(texts, truncate, dimensions)
 
 
 def embedding_input(body: Mapping[str, Json]) -> EmbeddingInput:
     """Returns the single text in a body of Ollama's /api/embeddings, which is cut if it is too long and gets
     all dimensions. Raises RequestError for a wrong or unknown field, and for an absent or empty text."""
-    return EmbeddingInput(_texts(RequestBody(body, EMBEDDING).text("prompt")), True, None)
+    prompt = RequestBody(body, EMBEDDING).text("prompt")
+    if prompt is None:
+        raise wrong("prompt", "a text", None)
+    if not prompt:
+        raise _empty("prompt")
+    return EmbeddingInput([prompt], True, None)
 
 
-def _texts(value: Json) -> list[Json]:
-    """Returns `value`, one text or a list of texts (also a list of none), as a list. Raises RequestError for
-    anything else, and for an empty text."""
-    listed: list[Json] = value if isinstance(value, list) else [value]
-    for item in listed:
-        if not isinstance(item, str):
-            raise wrong("input", "a text or a list of texts", item)
-        if not item:
-            raise RequestError("input has an empty text, which has no embedding", param="input")
-    return listed
+def _empty(field: str) -> RequestError:
+    return RequestError(f"{field} has an empty text, which has no embedding", param=field)
