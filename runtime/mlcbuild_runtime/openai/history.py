@@ -67,12 +67,14 @@ class History:
 
     def keep(self, entry: Kept) -> None:
         """Stores a response that has ended, and drops the least recently used responses while there are too
-        many or all together are too large. A response that alone is too large displaces all others, and is
-        not stored either."""
+        many or all together are too large. A response that alone is too large is not stored, and the others
+        stay."""
         # The items before are shared with the responses that this one continues.
         text = json.dumps([entry.document, entry.items])
         values = text.count(",") + text.count("[") + text.count("{")
         size = max(len(text), VALUE_BYTES * values) + 8 * len(entry.before)
+        if size > self._max_bytes:
+            return
         self._kept[str(entry.document["id"])] = entry, size
         self._bytes += size
         while self._kept and (len(self._kept) > self._max_kept or self._bytes > self._max_bytes):
