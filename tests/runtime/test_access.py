@@ -74,8 +74,8 @@ def test_a_refusal_says_which_header_is_missing() -> None:
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        *[(path, 200) for path in ("/", "/docs", "/ping", "/health", "/health/ready")],
-        *[(path, 401) for path in ("/metrics", "/v1/health", "/docs/x")],
+        *[(path, 200) for path in ("/", "/docs", "/openapi.json", "/ping", "/health", "/health/ready")],
+        *[(path, 401) for path in ("/metrics", "/v1/health", "/docs/x", "/openapi.json/x")],
     ],
 )
 def test_pages_and_health_checks_are_open(path: str, status: int) -> None:

@@ -158,7 +158,7 @@ def test_keys_and_origins(toy_bundle: Path) -> None:
             refused = httpx.get(f"{server.url}{path}")
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
             assert refused.json()["error"]["code"] == "invalid_api_key"
-        for path in ("/", "/docs", "/health", "/health/live", "/health/ready"):
+        for path in ("/", "/docs", "/openapi.json", "/health", "/health/live", "/health/ready"):
             assert httpx.get(f"{server.url}{path}").status_code == 200
         for key in ("first", "sécond", "third"):
             headers = {b"Authorization": f"Bearer {key}".encode()}

@@ -11,8 +11,8 @@ class Access:
     """The rules of a server for access: which clients may use it, and how large their requests may be."""
 
     keys: tuple[str, ...] = ()
-    """API keys of which each request must have one, except for health checks, the chat page and /docs; ()
-    means that no key is required."""
+    """API keys of which each request must have one, except for health checks, the chat page, /docs and
+    /openapi.json; () means that no key is required."""
     origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server (CORS); "*" stands for all."""
     timeout: float | None = None

@@ -1,5 +1,5 @@
 """Refuses (401) HTTP requests without one of the server's API keys, in `Authorization: Bearer KEY` or
-`X-API-Key`. Health checks, the chat page and the page /docs need none."""
+`X-API-Key`. Health checks, the chat page and the description of the API need none."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlcbuild_runtime.http.error_responses import error_document
 
+_OPEN = ("/", "/docs", "/openapi.json", "/ping")
+"""Paths that need no key, besides those that begin with /health."""
+
 
 class Keys:
     """ASGI middleware that refuses (401) HTTP requests without one of the server's API keys, in the header
     `Authorization: Bearer KEY` or, if that is absent or holds no key of any scheme, in `X-API-Key`. Health
-    checks (/ping, and paths that begin with /health), the chat page and /docs need no key, unlike
-    /openapi.json: they reveal nothing, and the chat page asks its user for the key."""
+    checks (/ping, and paths that begin with /health), the chat page, and the description of the API (/docs
+    and /openapi.json) need no key: they reveal nothing, and the chat page asks its user for the key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_page = scope["type"] == "http" and scope["path"] in ("/", "/docs", "/ping")
-        is_open = scope["type"] != "http" or is_page or scope["path"].startswith("/health")
+        is_listed = scope["type"] == "http" and scope["path"] in _OPEN
+        is_open = scope["type"] != "http" or is_listed or scope["path"].startswith("/health")
         if is_open or self._opened_by(scope):
             await self._app(scope, receive, send)
             return
