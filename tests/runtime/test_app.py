@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.batch import ModelStep
 from mlcbuild_runtime.executor.executor import Executor, StepOutput
 from mlcbuild_runtime.executor.sampling_params import SamplingRow
+from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.server import create_app
 from mlcbuild_runtime.openai.service import CompletionJob
 from mlcbuild_runtime.text import turns
@@ -116,6 +118,59 @@ def test_a_defect_is_a_500_without_details(engine: Engine, monkeypatch: pytest.M
     response = complete(engine, {"prompt": "x"})
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "the server has failed: see its log"
+
+
+def test_every_answer_with_an_error_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(text: str) -> list[int]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine.tokenizer, "encode", broken)
+    key = {"Authorization": "Bearer one"}
+    requests: list[tuple[str, str, object, dict[str, str]]] = [
+        ("GET", "/v1/models", None, key),
+        ("GET", "/v1/models", None, {}),
+        ("GET", "/nowhere", None, key),
+        ("GET", "/v1/completions", None, key),
+        ("POST", "/v1/completions", {"prompt": 1.5}, key),
+        ("POST", "/v1/completions", {"prompt": "x"}, key),
+        ("GET", "/metrics", None, key),
+    ]
+
+    async def talk() -> list[httpx.Response]:
+        app = create_app(engine, Access(keys=("one",)))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return [await client.request(m, path, json=body, headers=h) for m, path, body, h in requests]
+
+    *answers, metrics = asyncio.run(talk())
+    assert [answer.status_code for answer in answers] == [200, 401, 404, 405, 400, 500]
+    lines = [line for line in metrics.text.splitlines() if line.startswith("mlcbuild_errors_total")]
+    expected = [f'mlcbuild_errors_total{{status="{status}"}} 1.0' for status in (400, 401, 404, 405, 500)]
+    assert sorted(lines) == expected
+
+
+def test_a_client_that_has_left_gets_no_answer(engine: Engine) -> None:
+    """Checks the application's messages if the client disconnects while it sends a body: none, so that the
+    access log has no status and the metrics count no error."""
+    sent = list[Any]()
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    out = io.StringIO()
+
+    async def talk() -> None:
+        app = create_app(engine, access_logs=[(out, "json")])
+        await app({**scope, "query_string": b"", "server": ("server", 80)}, receive, keep)
+
+    asyncio.run(talk())
+    assert sent == []
+    assert json.loads(out.getvalue())["status"] is None
 
 
 def test_after_the_end_of_the_engine(engine: Engine) -> None:

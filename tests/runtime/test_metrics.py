@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import fields
 
@@ -10,6 +11,7 @@ from mlcbuild_format.errors import EngineError
 from mlcbuild_runtime.engine.request import Event, State
 from mlcbuild_runtime.http.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message, Receive, Scope, Send
 
 
 def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -75,8 +77,27 @@ def test_the_load_of_each_engine_and_its_sums() -> None:
 
 
 def test_errors_are_counted_by_status() -> None:
-    metrics = Metrics(dict)
-    for status in (400, 400, 503):
-        metrics.error(status)
+    metrics, statuses, sent = Metrics(dict), [400, 200, 400, 399, 503], list[Message]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": statuses[len(sent) // 2]})
+        await send({"type": "http.response.body"})
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def talk() -> None:
+        for _ in statuses:
+            await metrics.counted(app)({"type": "http"}, receive, send)
+
+    asyncio.run(talk())
     actual = values(metrics)
+    assert [message["status"] for message in sent[::2]] == statuses
+    assert [name for name in actual if name[0] == "mlcbuild_errors_total"] == [
+        ("mlcbuild_errors_total", "400"),
+        ("mlcbuild_errors_total", "503"),
+    ]
     assert (actual["mlcbuild_errors_total", "400"], actual["mlcbuild_errors_total", "503"]) == (2, 1)

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from mlcbuild_runtime.openai import anthropic_stream, chat_documents, ollama_stream
 
@@ -56,9 +57,16 @@ def _paths(routes: Sequence[BaseRoute]) -> str:
     return f"there are {names}; /openapi.json describes them"
 
 
+class _Unsent(Response):
+    """A response that is never sent, so that neither the access log nor the metrics record a status."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+
 async def gone(_request: Request, _error: Exception) -> Response:
-    """Ends the handling of a request whose client has disconnected; nobody reads the returned response."""
-    return Response(status_code=400)
+    """Ends the handling of a request whose client has disconnected without an answer."""
+    return _Unsent()
 
 
 async def unexpected_error(request: Request, _error: Exception) -> Response:

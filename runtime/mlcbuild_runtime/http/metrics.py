@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlcbuild_runtime.engine.request import Event, Sink, State
 
@@ -46,7 +47,7 @@ _COUNTERS = {
 
 class Metrics:
     """The Prometheus metrics of a server: for each model the latencies and counts of answers and the state of
-    the engine, and the counts of errors by HTTP status."""
+    the engine, and the counts of HTTP answers with a status of 400 or above."""
 
     def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
         self._registry = CollectorRegistry()
@@ -62,7 +63,10 @@ class Metrics:
             registry=self._registry,
         )
         self._errors = Counter(
-            "mlcbuild_errors", "Requests that were refused or failed.", ["status"], registry=self._registry
+            "mlcbuild_errors",
+            "Answers with a status of 400 or above, except to requests that are not valid HTTP.",
+            ["status"],
+            registry=self._registry,
         )
         self._registry.register(_EngineState(states))
 
@@ -92,9 +96,19 @@ class Metrics:
 
         return take
 
-    def error(self, status: int) -> None:
-        """Counts an HTTP request that was answered with the error status `status`."""
-        self._errors.labels(str(status)).inc()
+    def counted(self, app: ASGIApp) -> ASGIApp:
+        """Returns an ASGI application that sends the answers of `app`, and counts those with a status of 400
+        or above in the metrics."""
+
+        async def count(scope: Scope, receive: Receive, send: Send) -> None:
+            async def answer(message: Message) -> None:
+                if message["type"] == "http.response.start" and message["status"] >= 400:
+                    self._errors.labels(str(message["status"])).inc()
+                await send(message)
+
+            await app(scope, receive, answer)
+
+        return count
 
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format, encoded in UTF-8, with the engines' state at this

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ExceptionHandler
+from starlette.types import ASGIApp, ExceptionHandler
 
 from mlcbuild_runtime import release
 from mlcbuild_runtime.engine.engine import Engine
@@ -60,14 +60,15 @@ def create_app(
     running: Engine | Models,
     access: Access | None = None,
     access_logs: Sequence[tuple[TextIO, Form]] = (),
-) -> Starlette:
+) -> ASGIApp:
     """Returns the web application that serves a running engine, or several models.
 
     access: rules for access; None: clients need no key and may address any host. access_logs: (stream, form
     of its lines, "json" or "text") of each access log."""
     access = access or Access()
     models = Models.of(running) if isinstance(running, Engine) else running
-    server = _Server(models, access)
+    metrics = Metrics(models.states)
+    server = _Server(models, access, metrics)
     handlers: dict[object, ExceptionHandler] = {
         HTTPException: error_responses.http_error,
         ServingError: server.error,
@@ -81,7 +82,8 @@ def create_app(
     )
     # A redirect would repeat the host name that the client sent.
     app.router.redirect_slashes = False
-    return app
+    # The metrics come outermost: Starlette answers defects (500) outside of its middleware.
+    return metrics.counted(app)
 
 
 def _others(server: _Server) -> list[Route]:
@@ -173,16 +175,14 @@ class _Server:
     """The handlers of the HTTP server's endpoints, except Ollama's and llama.cpp's, with the state that they
     share: the models, the metrics, and the responses of /v1/responses."""
 
-    def __init__(self, models: Models, access: Access) -> None:
-        self._models, self._access = models, access
-        self._metrics = Metrics(models.states)
+    def __init__(self, models: Models, access: Access, metrics: Metrics) -> None:
+        self._models, self._access, self._metrics = models, access, metrics
         self._history, self._created = History(), int(time.time())
-        self.requests = RequestHandling(models, access, self._metrics)
+        self.requests = RequestHandling(models, access, metrics)
 
     async def error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ServingError)
         status = error.status if isinstance(error, RequestError) else 500
-        self._metrics.error(status)
         headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
         document = error_responses.error_document(request.url.path, error)
         return JSONResponse(document, status, headers=headers)
