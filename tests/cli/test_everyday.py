@@ -20,6 +20,7 @@ from tests.conftest import TINY, checked, mlcbuild
 from tests.gguf_files import tiny_metadata, write_gguf
 from tests.hub import Hub
 
+pytestmark = pytest.mark.xdist_group("everyday")  # so that one process compiles the libraries
 QUESTION = ("What is 2 + 3?", "--temperature", "0")
 Out = pytest.CaptureFixture[str]
 
