@@ -21,7 +21,7 @@ from tests.damage.places import (
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Place:
     actual = Place(tmp_path_factory.mktemp("sound"))
     product.make(actual.root, 1, ("q4f16_1", "q4a8_1"), ("x86-64-v2",))
-    result = actual.run()
+    result = actual.apart.run()
     assert result.returncode == 0, result.stderr
     return actual
 

@@ -76,7 +76,7 @@ def test_verify_takes_rotten_bytes_out_and_a_run_mends_bundles_too(place: Place,
     blob = place.blob("weights/")
     (linked,) = (p for p in (place.root / "dist").rglob("weights*") if p.samefile(blob))
     rot(blob)
-    result = place.mlcbuild("cache", "verify")
+    result = place.apart.mlcbuild("cache", "verify")
     assert result.returncode == 1 and f"blob {blob.name} (" in result.stdout and not blob.exists()
     assert place.bundles() != sound.bundles(), "the bundle is a link to the damaged file"
     result = place.run()
@@ -185,13 +185,13 @@ def test_damage_is_neither_exported_nor_pushed(what: str, place: Place) -> None:
     else:
         RECORDS["a flipped bit in a name"](record)
     (place.root / "shared").mkdir()
-    pushed = place.mlcbuild("cache", "push", "--all", (place.root / "shared").as_uri())
+    pushed = place.apart.mlcbuild("cache", "push", "--all", (place.root / "shared").as_uri())
     there = [path for path in (place.root / "shared").rglob("*") if path.is_file()]
     assert len(there) > 10 and not any(path.read_bytes() == bad for path in there)
     assert not any(path.name == record.name for path in there)
     if what == "blob":
         assert pushed.returncode == 1 and f"{blob} is not sent: its content has changed" in pushed.stderr
-    exported = place.mlcbuild("cache", "export", "all.tar")
+    exported = place.apart.mlcbuild("cache", "export", "all.tar")
     assert not list(place.root.glob(".all.tar*"))
     if what == "blob":
         assert exported.returncode == 1 and f"{blob}: weights-" in exported.stderr
