@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,16 @@ from hypothesis import strategies as st
 from mlcbuild import quant
 from mlcbuild.bundles.budget import Option, hull, ladder_of
 from mlcbuild.bundles.weight_losses import open_trial
+from mlcbuild.canon import Entry
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.errors import InputError, UsageError
 from mlcbuild.pipeline import build
-from mlcbuild.quant.choice import scheme_of
+from mlcbuild.quant.choice import CHOICE, scheme_of
 from mlcbuild.recipe import load
+from mlcbuild.store.store import Store
 from tests.budgets import PARAMS, chosen, inputs
 from tests.conftest import checked, mlcbuild, project
+from tests.libharness import EVERY
 from tests.recipes import readme_recipes
 from tests.schemes import SCHEMES
 
@@ -80,12 +85,14 @@ def test_the_fragment_is_the_same_scheme_in_a_recipe(inputs: dict[str, Path], tm
 def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
     """Builds the guide's recipe for a quantization with a budget of bits per weight. Checks that the formats
     which the budget chooses are recorded in the bundle and in its report, and that the recipe text which the
-    report suggests produces the same weights and library."""
+    report suggests produces the same weights and asks the compiler for the same library, which is compiled
+    again with MLCBUILD_TEST_EVERY only."""
     (text,) = (block for block in readme_recipes() if "target_bits" in block)
     recipe = project(tmp_path, text.replace("models/tiny", "./tiny"))
     planned = checked(mlcbuild("plan", recipe, store=common_store))
     assert "budget/tiny/close" in planned
-    checked(mlcbuild("run", recipe, "--only", "tiny-small-host", store=common_store))
+    only = ("--only", "tiny-small-host")
+    ran = json.loads(checked(mlcbuild("run", recipe, *only, "--json", store=common_store)))
     bundle = tmp_path / "dist" / "tiny-small-host"
     manifest = json.loads((bundle / "bundle.json").read_bytes())
     report = json.loads((bundle / "budget.json").read_bytes())
@@ -99,32 +106,68 @@ def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "tiny, small" in page
     assert "<title>layers.0.attn.qkv: q" in page
+    first = library_params(recipe)
+    (choice,) = (file for file in files_of(ran, "budget/", common_store) if file.path == CHOICE)
+    (tmp_path / "budget").mkdir()
+    shutil.copy(blob(choice, common_store), tmp_path / "budget" / choice.path)
     fragment = (bundle / "quantization.yaml").read_text()
     recipe.write_text(f"version: 1\nmodels: {{tiny: ./tiny}}\ntargets: [host]\n{fragment}")
-    files = {name: (bundle / name).read_bytes() for name in (manifest["library"], *manifest["weights"])}
-    checked(mlcbuild("run", recipe, store=common_store))
-    assert files == {name: (bundle / name).read_bytes() for name in files}
+    second = library_params(recipe)
+    assert scheme_of(first, {"budget": tmp_path / "budget"}) == scheme_of(second, {})
+    assert [first.pop(name) for name in ("target", "limits")] == [
+        second.pop(name) for name in ("target", "limits")
+    ]
+    assert [*first, *second] == ["candidates", "scheme"]
+    only = ("--only", "*") if EVERY else ("--only", "weights/*")
+    again = json.loads(checked(mlcbuild("run", recipe, *only, "--json", store=common_store)))
+    assert files_of(again, "weights/", common_store) == files_of(ran, "weights/", common_store)
+    assert not EVERY or files_of(again, "library/", common_store) == files_of(ran, "library/", common_store)
+
+
+def library_params(recipe: Path) -> dict[str, Any]:
+    """Returns the parameters of the step that compiles the library of a recipe's first variant."""
+    pipeline = build(load(recipe), Lock({}))
+    (name,) = (name for name in pipeline.products[0].steps if name.startswith("library/"))
+    return dict(pipeline.graph.step(name).params)
+
+
+def files_of(run: dict[str, Any], kind: str, store: Path) -> tuple[Entry, ...]:
+    """Returns the files of the result of the one step of a run whose name begins with `kind`. run: what
+    `mlcbuild run --json` printed."""
+    (key,) = (step["key"] for step in run["steps"] if step["name"].startswith(kind))
+    record = Store(store).record(key)
+    assert record is not None
+    return record.files
 
 
 def test_the_recipe_of_the_guide_with_budgets_in_a_list(tmp_path: Path, common_store: Path) -> None:
     """Checks that budgets in a list of quantizations are named after their key and value in plans, bundles,
-    reports and suggested recipe texts."""
+    reports and suggested recipe texts. The bundle is built with MLCBUILD_TEST_EVERY only."""
     (text,) = (block for block in readme_recipes() if "[q8a8_1, {max_size" in block)
     recipe = project(tmp_path, text.replace("models/tiny", "./tiny"))
     planned = checked(mlcbuild("plan", recipe, store=common_store))
     assert "budget/tiny/max_size-700kB" in planned and "budget/tiny/max_kl-0.02" in planned
-    ran = checked(mlcbuild("run", recipe, "--only", "tiny-max_size-700kB-host", store=common_store))
-    assert "tiny-max_size-700kB-host" in ran
-    bundle = tmp_path / "dist" / "tiny-max_size-700kB-host"
-    report = json.loads((bundle / "budget.json").read_bytes())
+    assert "bundle/tiny-max_size-700kB-host" in planned
+    only = "tiny-max_size-700kB-host" if EVERY else "budget/tiny/max_size-700kB"
+    run = json.loads(checked(mlcbuild("run", recipe, "--only", only, "--json", store=common_store)))
+    files = {file.path: blob(file, common_store) for file in files_of(run, "budget/", common_store)}
+    report = json.loads(files["budget.json"].read_bytes())
     assert report["bytes"] <= 700_000 and report["kind"] == "max_size"
-    manifest = json.loads((bundle / "bundle.json").read_bytes())
-    assert manifest["scheme"]["name"] == report["scheme"] and manifest["scheme"]["overrides"]
-    checked(mlcbuild("report", recipe, "-o", tmp_path / "report.html", store=common_store))
-    assert "tiny, max_size-700kB" in (tmp_path / "report.html").read_text()
-    fragment = (bundle / "quantization.yaml").read_text()
+    if EVERY:
+        bundle = tmp_path / "dist" / "tiny-max_size-700kB-host"
+        assert (bundle / "budget.json").read_bytes() == files["budget.json"].read_bytes()
+        manifest = json.loads((bundle / "bundle.json").read_bytes())
+        assert manifest["scheme"]["name"] == report["scheme"] and manifest["scheme"]["overrides"]
+        checked(mlcbuild("report", recipe, "-o", tmp_path / "report.html", store=common_store))
+        assert "tiny, max_size-700kB" in (tmp_path / "report.html").read_text()
+    fragment = files["quantization.yaml"].read_text()
     recipe.write_text(f"version: 1\nmodels: {{tiny: ./tiny}}\ntargets: [host]\n{fragment}")
-    assert load(recipe).schemes["max_size-700kB"].name == report["scheme"]
+    scheme = load(recipe).schemes["max_size-700kB"]
+    assert scheme.name == report["scheme"] and scheme.overrides
+
+
+def blob(file: Entry, store: Path) -> Path:
+    return store / "cas" / file.digest[:2] / file.digest
 
 
 PLAN = """\
