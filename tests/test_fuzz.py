@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.forkserver import PRELOADED, ForkServer
 from tests.runtime import shared, toy
 
 SCRIPT = ROOT / "ci" / "bench" / "fuzz"
+pytestmark = pytest.mark.xdist_group("fuzz")  # so that one process imports the modules of all targets
 SAVED = ROOT / "tests" / "fuzz_cases"
 CASES = {
     "recipes": 50,
@@ -34,9 +38,21 @@ CASES = {
 takes one or two seconds."""
 
 
-def fuzz(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+Fuzz = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> Iterator[Fuzz]:
+    """Yields a function that runs `ci/bench/fuzz` with its arguments, in a process that is forked from one
+    which has imported the modules of all targets."""
+    server = ForkServer(preloaded=(*PRELOADED, "tests.fuzz_script"))
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[1:])}
+        return server.run("tests.fuzz_script", [str(argument) for argument in arguments], ROOT, environment)
+
+    yield run
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +63,7 @@ def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("target", CASES)
-def test_a_little_fuzzing_finds_nothing(target: str, toy_bundle: Path, tmp_path: Path) -> None:
+def test_a_little_fuzzing_finds_nothing(target: str, fuzz: Fuzz, toy_bundle: Path, tmp_path: Path) -> None:
     cases = str(CASES[target])
     result = fuzz("--toy", toy_bundle, "--only", target, "--cases", cases, "--seed", "5", "--save", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -55,11 +71,12 @@ def test_a_little_fuzzing_finds_nothing(target: str, toy_bundle: Path, tmp_path:
 
 
 def test_every_target_is_fuzzed_here() -> None:
-    output = fuzz("--help").stdout
+    command = [sys.executable, str(SCRIPT), "--help"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "{" + ",".join(CASES) + "}" in output.replace("\n", "").replace(" ", "")
 
 
-def test_what_was_found_once_is_right(toy_bundle: Path) -> None:
+def test_what_was_found_once_is_right(fuzz: Fuzz, toy_bundle: Path) -> None:
     cases = [path for target in SAVED.iterdir() for path in target.iterdir()]
     result = fuzz("--toy", toy_bundle, "--replay", SAVED)
     assert result.returncode == 0, result.stdout + result.stderr
