@@ -33,7 +33,7 @@ class Place:
 
     root: Path
     separate: bool = False
-    """Whether each command is a process of its own. Without it, commands run in the test's process, which
+    """True if each command is a process of its own. Otherwise, commands run in the test's process, which
     takes a third of the time; they read the same receipts, and print the same."""
 
     @property
