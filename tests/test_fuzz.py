@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import compiler_process
 from tests.conftest import ROOT
 from tests.forkserver import PRELOADED, ForkServer
-from tests.runtime import shared, toy
+from tests.runtime import shared
 
 SCRIPT = ROOT / "ci" / "bench" / "fuzz"
 pytestmark = pytest.mark.xdist_group("fuzz")  # so that one process imports the modules of all targets
@@ -59,7 +60,9 @@ def fuzz() -> Iterator[Fuzz]:
 def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the directory of the toy bundle (a trivial model whose answers follow from a formula), which
     the runtime's tests use, too. Tests must not change it."""
-    return shared.once(tmp_path_factory, "toy", toy.write)
+    return shared.once(
+        tmp_path_factory, "toy", lambda out: compiler_process.run_program("tests.runtime.toy", str(out))
+    )
 
 
 @pytest.mark.parametrize("target", CASES)

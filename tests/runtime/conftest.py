@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import openai
 import pytest
+from mlcbuild_format.fields import Json
 from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.sampling_params import Sample
@@ -20,10 +17,6 @@ from mlcbuild_runtime.executor.sampling_params import Sample
 from . import shared, toy
 from .greedy_reference import GreedyReference
 from .shared import Server
-
-BUILDER = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
-"""Environment variables with which child processes can import the builder and the runtime of this checkout,
-to build bundles."""
 
 
 def needs(package: str) -> None:
@@ -59,8 +52,9 @@ def webgpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     needs("wgpu")
 
     def build(out: Path) -> None:
-        script = Path(__file__).with_name("gpu_toy.py")
-        subprocess.run([sys.executable, str(script), str(out)], check=True, env=shared.environment(BUILDER))
+        from tests import compiler_process
+
+        compiler_process.run_program("tests.runtime.gpu_toy", str(out))
 
     return shared.once(tmp_path_factory, "webgpu_toy", build)
 
@@ -92,8 +86,9 @@ def webgpu_real_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     needs("wgpu")
 
     def build(out: Path) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("real_toy.py")), str(out), "webgpu"]
-        subprocess.run(command, check=True, env=shared.environment(BUILDER))
+        from tests import compiler_process
+
+        compiler_process.run_program("tests.runtime.real_toy", str(out), "webgpu")
 
     bundle = shared.once(tmp_path_factory, "webgpu_real_toy", build)
     toy.reference = GreedyReference(bundle).answer
@@ -108,8 +103,9 @@ def cpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     needs("mlcbuild")
 
     def build(out: Path) -> None:
-        script = Path(__file__).with_name("toy.py")
-        subprocess.run([sys.executable, str(script), str(out)], check=True, env=shared.environment(BUILDER))
+        from tests import compiler_process
+
+        compiler_process.run_program("tests.runtime.toy", str(out))
 
     return shared.once(tmp_path_factory, "toy", build)
 
@@ -140,7 +136,7 @@ def _real(
     tmp_path_factory: pytest.TempPathFactory,
     name: str,
     device: str = shared.DEVICE,
-    changes: Mapping[str, object] | None = None,
+    changes: dict[str, Json] | None = None,
 ) -> Path:
     """Returns the directory of a bundle of the small model in the repository (recipes/models/tiny) with 4-bit
     weights, built at the first call. name: part of the directory's name; device: "cpu" for this machine's
@@ -148,10 +144,13 @@ def _real(
     needs("mlcbuild")
 
     def build(out: Path) -> None:
-        script = Path(__file__).with_name("real.py")
-        command = [sys.executable, str(script), "q4f16_1", str(out), json.dumps(changes or {})]
-        command += [] if device == "cpu" else [device]
-        subprocess.run(command, check=True, env=shared.environment(BUILDER))
+        from tests import compiler_process
+
+        from . import real
+
+        with pytest.MonkeyPatch.context() as patch:
+            compiler_process.preloaded(patch)
+            real.build("q4f16_1", out, changes or {}, *([] if device == "cpu" else [device]))
 
     return shared.once(tmp_path_factory, f"{name}-{device}", build)
 

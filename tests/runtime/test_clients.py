@@ -135,8 +135,9 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     needs("tvm")
 
     def build(out: Path) -> None:
-        script = Path(__file__).with_name("toy.py")
-        subprocess.run([sys.executable, str(script), str(out), "8192"], check=True, env=shared.environment())
+        from tests import compiler_process
+
+        compiler_process.run_program("tests.runtime.toy", str(out), "8192")
 
     with shared.serving(shared.once(tmp_path_factory, "toy-8192", build)) as running:
         yield running
