@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO
@@ -167,11 +167,14 @@ class ForkServer:
         environment: Mapping[str, str],
         timeout: float | None = None,
         before: Sequence[str] = (),
+        *,
+        stdin: str | bytes = "",
     ) -> subprocess.CompletedProcess[str]:
         """Runs `python -m module arguments...` without a terminal, and returns the ended process, as
         subprocess.run does.
 
-        timeout: in seconds; before: a command that runs the command line as its last arguments. Raises
+        timeout: in seconds; before: a command that runs the command line as its last arguments; stdin: what
+        the process reads from its standard input, a pipe, if it is not empty; at most PIPE_BYTES. Raises
         subprocess.TimeoutExpired.
         """
         if before:
@@ -185,7 +188,9 @@ class ForkServer:
                 timeout=timeout,
                 check=False,
             )
-        with self.start(module, arguments, cwd, environment) as process:
+        with ExitStack() as stack:
+            read_end = stack.enter_context(_piped(stdin)) if stdin else None
+            process = stack.enter_context(self.start(module, arguments, cwd, environment, stdin=read_end))
             try:
                 texts = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
@@ -202,12 +207,14 @@ class ForkServer:
         output: Stream | None = None,
         *,
         errors: Stream | None = None,
+        stdin: Stream | None = None,
         session: bool = False,
     ) -> Process:
         """Starts `python -m module arguments...` without a terminal, and returns the process.
 
         output: file for standard output; errors: file for standard error, by default the same; without both,
-        `communicate` returns what is written there; session: True to start a new process group.
+        `communicate` returns what is written there; stdin: file for standard input, by default /dev/null;
+        session: True to start a new process group.
         """
         command = [sys.executable, "-m", module, *arguments]
         if needs_python(environment, self._variables):
@@ -215,7 +222,7 @@ class ForkServer:
                 command,
                 cwd=cwd,
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
                 stdout=output or subprocess.PIPE,
                 stderr=errors or output or subprocess.PIPE,
                 text=True,
@@ -232,7 +239,7 @@ class ForkServer:
         outputs = [output, errors or output] if output else texts
         ours, theirs = socket.socketpair()
         with theirs:
-            files = (theirs, *outputs)
+            files = (theirs, *outputs, *(() if stdin is None else (stdin,)))
             descriptors = [file if isinstance(file, int) else file.fileno() for file in files]
             socket.send_fds(self._started(), [b"+"], descriptors)
         ours.sendall(json.dumps(request).encode() + b"\n")
@@ -266,6 +273,22 @@ class ForkServer:
             self._control = self._process = None
 
 
+PIPE_BYTES = 1 << 16
+"""Bytes that a pipe holds on Linux before a writer waits for a reader."""
+
+
+@contextmanager
+def _piped(text: str | bytes) -> Iterator[IO[bytes]]:
+    """Yields the read end of a pipe that holds a text of at most PIPE_BYTES and then ends."""
+    data = text.encode() if isinstance(text, str) else text
+    assert len(data) <= PIPE_BYTES
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as read_end:
+        with os.fdopen(writing, "wb") as write_end:
+            write_end.write(data)
+        yield read_end
+
+
 COMMANDS = ForkServer()
 """The fork server with which this test process starts commands and builds."""
 
@@ -296,7 +319,7 @@ def serve(control: socket.socket) -> tuple[str, list[str]] | None:
                     selector.unregister(key.fd)
                     _report(key.fd, *waiting.pop(key.fd))
                     continue
-                byte, descriptors, _, _ = socket.recv_fds(control, 1, 3)
+                byte, descriptors, _, _ = socket.recv_fds(control, 1, 4)
                 if not byte:
                     return None
                 client = socket.socket(fileno=descriptors[0])
@@ -327,9 +350,10 @@ def _report(watched: int, pid: int, client: socket.socket) -> None:
         client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str, list[str]]:
-    """Sets environment, working directory and output of this process as the request states, and returns
-    (module to run, its arguments)."""
+def _become(request: Mapping[str, object], files: Sequence[int]) -> tuple[str, list[str]]:
+    """Sets environment, working directory and standard files of this process as the request states, and
+    returns (module to run, its arguments). files: descriptors for standard output, standard error and, if it
+    is not to be that of the server, standard input."""
     if request["session"]:
         os.setsid()
     environment, arguments, cwd = request["environment"], request["arguments"], str(request["cwd"])
@@ -337,8 +361,8 @@ def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str,
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    for output, descriptor in enumerate(outputs, 1):
-        os.dup2(descriptor, output)
+    for number, descriptor in zip((1, 2, 0), files, strict=False):
+        os.dup2(descriptor, number)
         os.close(descriptor)
     directories = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = dict.fromkeys([cwd, *directories, *sys.path[1:]])

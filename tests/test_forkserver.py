@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.forkserver import ForkServer, needs_python
+from tests.forkserver import PIPE_BYTES, ForkServer, needs_python
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +25,12 @@ def server() -> Iterator[ForkServer]:
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "MLCBUILD_STORE": "a store"}
 
 
-def by_python(module: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def by_python(module: str, *arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=cwd,
         env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
+        input=stdin,
         capture_output=True,
         text=True,
         check=False,
@@ -53,6 +54,13 @@ def test_a_forked_command_is_what_python_starts(
     started = by_python(module, *arguments, cwd=tmp_path)
     assert forked.stdout == started.stdout and forked.stderr == started.stderr
     assert forked.returncode == started.returncode and forked.args == started.args
+
+
+@pytest.mark.parametrize("stdin", ["a line\nand ä part", "x" * PIPE_BYTES])
+def test_a_forked_command_reads_what_python_reads(stdin: str, server: ForkServer, tmp_path: Path) -> None:
+    forked = server.run("tests.mirror", ["0"], tmp_path, ENVIRONMENT, stdin=stdin)
+    started = by_python("tests.mirror", "0", cwd=tmp_path, stdin=stdin)
+    assert forked.stdout == started.stdout and json.loads(forked.stdout)["input"] == stdin
 
 
 def test_an_exception_ends_it_with_a_traceback(server: ForkServer, tmp_path: Path) -> None:

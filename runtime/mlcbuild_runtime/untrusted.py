@@ -129,15 +129,7 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     loaded). Raises SetupError if no process can be started, or this machine cannot run the bundle."""
     how, code = f"takes more than {SECONDS:g} s", None
     try:
-        process = subprocess.run(
-            [sys.executable, "-c", _START, str(path), *parts],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # A panic prints the message that it then raises.
-            env={**os.environ, **_FEW_THREADS, "PYTHONPATH": os.pathsep.join(sys.path)},
-            timeout=SECONDS,
-            check=False,
-        )
+        process = _run_child(path, parts)
     except subprocess.TimeoutExpired as error:
         output = error.stdout or b""
     except OSError as error:
@@ -158,6 +150,20 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
         return passed, lines[-1]
     remedy = "; build the bundle again from a whole checkpoint"
     return passed, f"{path}: its {parts[len(passed)]} is not usable: the process that loads it {how}{remedy}"
+
+
+def _run_child(path: Path, parts: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
+    """Runs `work` for parts of a bundle in a child process, and returns the ended process and its standard
+    output. Raises subprocess.TimeoutExpired after SECONDS, OSError if no process can be started."""
+    return subprocess.run(
+        [sys.executable, "-c", _START, str(path), *parts],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # A panic prints the message that it then raises.
+        env={**os.environ, **_FEW_THREADS, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=SECONDS,
+        check=False,
+    )
 
 
 def work() -> None:

@@ -15,8 +15,11 @@ from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.sampling_params import Sample
 
 from . import shared, toy
+from .forked_trial import forked_trials
 from .greedy_reference import GreedyReference
 from .shared import Server
+
+__all__ = ["forked_trials"]  # a fixture
 
 
 def needs(package: str) -> None:

@@ -97,8 +97,8 @@ def run(
     """Runs Python with these arguments in a child process to its end, with the runtime of this checkout, and
     returns its exit code and output. stdin: text of its standard input; extra: further environment variables.
     Raises TimeoutExpired after WAIT seconds."""
-    if arguments[0] == "-m" and not stdin:
-        return PROGRAMS.run(arguments[1], arguments[2:], Path.cwd(), environment(extra), WAIT)
+    if arguments[0] == "-m":
+        return PROGRAMS.run(arguments[1], arguments[2:], Path.cwd(), environment(extra), WAIT, stdin=stdin)
     return subprocess.run(
         [sys.executable, *arguments],
         input=stdin,

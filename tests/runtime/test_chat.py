@@ -31,7 +31,10 @@ PROGRAM = "import sys; from mlcbuild_runtime.chat import chat; sys.exit(chat(sys
 
 
 def talk(bundle: Path, *lines: str) -> subprocess.CompletedProcess[str]:
-    return shared.run("-c", PROGRAM, str(bundle), stdin="".join(f"{line}\n" for line in lines))
+    """Runs a chat with a bundle whose standard input is a pipe with these lines, and returns the ended
+    process."""
+    stdin = "".join(f"{line}\n" for line in lines)
+    return shared.run("-m", "mlcbuild_runtime.chat", str(bundle), stdin=stdin)
 
 
 def piped(bundle: Path) -> subprocess.Popen[bytes]:

@@ -107,8 +107,7 @@ def test_a_library_that_ends_its_process_is_a_sentence(toy_copy: Path) -> None:
     reseal(toy_copy)
     message = r"its library is not usable: the process that loads it is ended by SIG(SEGV|ILL)"
     assert re.search(message, started(toy_copy))
-    code = f"from mlcbuild_runtime.chat import chat; raise SystemExit(chat({str(toy_copy)!r}))"
-    result = shared.run("-c", code, stdin="hello\n")
+    result = shared.run("-m", "mlcbuild_runtime.chat", str(toy_copy), stdin="hello\n")
     assert result.returncode == 1 and re.search(message, result.stderr) and result.stderr.count("\n") == 1
     with pytest.raises(BundleError, match=message):
         untrusted.load(toy_copy)

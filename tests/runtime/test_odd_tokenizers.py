@@ -106,6 +106,7 @@ TOKENIZERS: list[tuple[str, Damage, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(("damage", "message"), [c[1:] for c in TOKENIZERS], ids=[c[0] for c in TOKENIZERS])
 def test_tokenizers_that_cannot_be_loaded(toy_copy: Path, damage: Damage, message: str) -> None:
     damage(toy_copy)
@@ -114,6 +115,7 @@ def test_tokenizers_that_cannot_be_loaded(toy_copy: Path, damage: Damage, messag
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(
     "text",
     [
@@ -179,8 +181,7 @@ def test_a_tokenizer_is_tried_without_a_place_for_notes(
 def test_a_template_cannot_write_to_a_terminal(toy_copy: Path) -> None:
     template = "{{ raise_exception('\\x1b]0;PWNED\\x07\\r\\nline') }}"
     config(template, "chat_template.jinja")(toy_copy)
-    code = f"from mlcbuild_runtime.chat import chat; raise SystemExit(chat({str(toy_copy)!r}))"
-    result = shared.run("-c", code, stdin="hello\n")
+    result = shared.run("-m", "mlcbuild_runtime.chat", str(toy_copy), stdin="hello\n")
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1 and result.stderr.rstrip("\n").isprintable(), result.stderr
     assert "PWNED" in result.stderr
