@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO
@@ -188,9 +188,10 @@ class ForkServer:
                 timeout=timeout,
                 check=False,
             )
-        with ExitStack() as stack:
-            read_end = stack.enter_context(_piped(stdin)) if stdin else None
-            process = stack.enter_context(self.start(module, arguments, cwd, environment, stdin=read_end))
+        with (
+            _piped(stdin) if stdin else nullcontext() as read_end,
+            self.start(module, arguments, cwd, environment, stdin=read_end) as process,
+        ):
             try:
                 texts = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:

@@ -23,9 +23,11 @@ from mlcbuild.bundles import assemble
 from mlcbuild.checkpoints.gguf_pretokenizers import PRE_TOKENIZERS
 from mlcbuild.checkpoints.gguf_tokenizer import write_tokenizer
 from tests.gguf_files import tiny_metadata
+from tests.libharness import EVERY
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tiny"
-LINES = 10_000
+LINES = 10_000 if EVERY else 1500
+"""Number of random lines of text whose tokens are compared."""
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool>")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 Metadata = dict[str, object]

@@ -1,6 +1,7 @@
-// Calls functions of the browser's engine for tests in Python: reads {"calls": [[name, argument], ...]} and
-// writes a list of {"value"} or {"error"}.
+// Calls functions of the browser's engine for tests in Python: reads lines, each of which is a list of
+// [name, argument], and writes a line with a list of {"value"} or {"error"} for each.
 import { readFileSync } from "node:fs";
+import { createInterface } from "node:readline";
 
 const root = new URL("../../runtime/mlcbuild_runtime/browser/", import.meta.url);
 const { blake3, Blake3 } = await import(new URL("blake3.js", root));
@@ -197,12 +198,14 @@ const CALLS = {
   },
 };
 
-const results = [];
-for (const [name, argument] of JSON.parse(readFileSync(0, "utf8")).calls) {
-  try {
-    results.push({ value: await CALLS[name](argument) });
-  } catch (error) {
-    results.push({ error: error.name === "EngineError" ? error.message : `${error.stack}` });
+for await (const line of createInterface({ input: process.stdin })) {
+  const results = [];
+  for (const [name, argument] of JSON.parse(line)) {
+    try {
+      results.push({ value: await CALLS[name](argument) });
+    } catch (error) {
+      results.push({ error: error.name === "EngineError" ? error.message : `${error.stack}` });
+    }
   }
+  process.stdout.write(`${JSON.stringify(results)}\n`);
 }
-process.stdout.write(JSON.stringify(results));

@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
-from mlcbuild_format.fields import Json
 from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.sampling_params import Sample
@@ -139,7 +139,7 @@ def _real(
     tmp_path_factory: pytest.TempPathFactory,
     name: str,
     device: str = shared.DEVICE,
-    changes: dict[str, Json] | None = None,
+    changes: dict[str, Any] | None = None,
 ) -> Path:
     """Returns the directory of a bundle of the small model in the repository (recipes/models/tiny) with 4-bit
     weights, built at the first call. name: part of the directory's name; device: "cpu" for this machine's
@@ -147,13 +147,15 @@ def _real(
     needs("mlcbuild")
 
     def build(out: Path) -> None:
+        from mlcbuild.targets import presets
         from tests import compiler_process
 
         from . import real
 
+        target = presets.HOST if device == "cpu" else device
         with pytest.MonkeyPatch.context() as patch:
             compiler_process.preloaded(patch)
-            real.build("q4f16_1", out, changes or {}, *([] if device == "cpu" else [device]))
+            real.build("q4f16_1", out, changes or {}, target)
 
     return shared.once(tmp_path_factory, f"{name}-{device}", build)
 
