@@ -28,6 +28,9 @@ pytestmark = pytest.mark.timeout(1200)  # software adapters compile kernels for 
 
 QUESTIONS = 6
 
+ONE_SERVER = pytest.mark.xdist_group("gpu-server")
+"""Makes tests run in the same process, with one server: to compile its kernels takes 4 CPU seconds."""
+
 
 @cache
 def has_adapter() -> bool:
@@ -67,6 +70,7 @@ def ask(client: openai.OpenAI, prompt: str, temperature: float = 0, **more: obje
     return reply.choices[0].message.content or ""
 
 
+@ONE_SERVER
 def test_it_answers_rightly_alone_and_together(client: openai.OpenAI) -> None:
     pairs = questions(QUESTIONS)
     alone = [ask(client, prompt) for prompt, _ in pairs]
@@ -77,6 +81,7 @@ def test_it_answers_rightly_alone_and_together(client: openai.OpenAI) -> None:
         assert list(pool.map(lambda pair: ask(client, pair[0]), pairs)) == alone
 
 
+@ONE_SERVER
 def test_seeds_hold_among_others(client: openai.OpenAI) -> None:
     pairs = questions(QUESTIONS)
     alone = [ask(client, prompt, 1, top_k=5) for prompt, _ in pairs]
@@ -84,6 +89,7 @@ def test_seeds_hold_among_others(client: openai.OpenAI) -> None:
         assert list(pool.map(lambda pair: ask(client, pair[0], 1, top_k=5), pairs)) == alone
 
 
+@ONE_SERVER
 def test_constrained_answers_keep_to_their_schema(client: openai.OpenAI) -> None:
     properties = {"a": {"enum": ["x", "y"]}}
     schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
