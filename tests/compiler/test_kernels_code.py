@@ -16,7 +16,7 @@ from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
 from mlcbuild.targets.target import Target
 from tests import kernelbench
-from tests.compiler.test_kernels import BIAS, module, scheme_kernels
+from tests.compiler.test_kernels import MODEL, module, product_kernel, scheme_kernels
 from tests.kernelbench import TARGETS
 from tests.schemes import SCHEMES
 
@@ -111,7 +111,7 @@ def test_instructions_of_a_product(isa: str, scheme: str, instruction: str) -> N
 def test_rows_are_ready_before_they_are_multiplied(isa: str) -> None:
     """Checks that a product contains a barrier, at which the cores wait for each other. Without it most runs
     would be right by chance."""
-    product = kernel(linear(isa_for(TARGETS[isa]), SCHEMES["q4a8_1"], *BIAS), Fusion(bias=True))
+    product = product_kernel(isa, "q4a8_1", MODEL)
     assert "TVMBackendParallelBarrier" in module(isa).code(product)
     # Cores share the last iterations by an atomic counter: see tests/compiler/test_cores.py.
     added = r"\b(?:ldadd|ldxr|__aarch64_ldadd)" if isa in ("i8mm", "neon") else r"\block\s+xadd"
