@@ -12,7 +12,7 @@ from tests import typecheckpoints, typegoldens
 from tests.libharness import EVERY
 from tests.schemes import SCHEMES
 
-TYPES = parsing.family_names() if EVERY else ("bloom", "deepseek_v3", "gpt_oss", "qwen3_moe")
+TYPES = parsing.family_names() if EVERY else ("bloom", "deepseek_v3", "gpt_oss", "qwen2_moe")
 
 
 def test_every_type_has_a_checkpoint() -> None:
@@ -24,5 +24,7 @@ def test_every_type_has_a_checkpoint() -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_type_in_every_scheme_computes_about_the_same(name: str, tmp_path: Path) -> None:
     checkpoint = typecheckpoints.write(name, tmp_path / name)
+    exact = typecheckpoints.exact_logits(checkpoint)
     for scheme, limit in typecheckpoints.LIMITS.items():
-        assert typecheckpoints.loss(checkpoint, SCHEMES[scheme], tmp_path / scheme) <= limit, scheme
+        loss = typecheckpoints.loss(checkpoint, SCHEMES[scheme], tmp_path / scheme, exact=exact)
+        assert loss <= limit, scheme

@@ -75,23 +75,35 @@ def tokenizer() -> dict[str, Any]:
     }
 
 
+Logits = np.ndarray[Any, np.dtype[Any]]
 TOKENS = [3 + number * 31 % len(CHARACTERS) for number in range(20)]
 
 
-def loss(checkpoint: Path, scheme: Storage, area: Path, texts: Sequence[Sequence[int]] = (TOKENS,)) -> float:
-    """Returns the mean KL divergence, in nats, that converting a checkpoint to a scheme causes in its logits,
-    computed in float64. area: directory for the weights files; texts: the tokens of each text."""
+def exact_logits(checkpoint: Path, texts: Sequence[Sequence[int]] = (TOKENS,)) -> list[Logits]:
+    """Returns the logits of a checkpoint's unquantized weights for each text, float64 [tokens, vocabulary].
+    texts: the tokens of each text."""
     config = parsing.parse(json.loads((checkpoint / "config.json").read_text()), checkpoint.name)
-    names = parsing.tensor_names(config)
-    conversion.write(locate(checkpoint, config, names), scheme, area)
-    exact = exact_weights.checkpoint(checkpoint, config, names)
+    weights = exact_weights.checkpoint(checkpoint, config, parsing.tensor_names(config))
+    return [reference.logits(config, weights, tokens, dtype=np.float64) for tokens in texts]
+
+
+def loss(
+    checkpoint: Path,
+    scheme: Storage,
+    area: Path,
+    texts: Sequence[Sequence[int]] = (TOKENS,),
+    exact: Sequence[Logits] | None = None,
+) -> float:
+    """Returns the mean KL divergence, in nats, that converting a checkpoint to a scheme causes in its logits,
+    computed in float64. area: directory for the weights files; texts: the tokens of each text; exact: the
+    texts' logits with unquantized weights, which are computed here by default."""
+    config = parsing.parse(json.loads((checkpoint / "config.json").read_text()), checkpoint.name)
+    conversion.write(locate(checkpoint, config, parsing.tensor_names(config)), scheme, area)
     rounded = conversion.unpacked(area, config, scheme)
     divergences = []
-    for tokens in texts:
-        p, q = (
-            _log_softmax(reference.logits(config, weights, tokens, dtype=np.float64))
-            for weights in (exact, rounded)
-        )
+    for tokens, logits in zip(texts, exact or exact_logits(checkpoint, texts), strict=True):
+        p = _log_softmax(logits)
+        q = _log_softmax(reference.logits(config, rounded, tokens, dtype=np.float64))
         divergences.append((np.exp(p) * (p - q)).sum(-1))
     return float(np.concatenate(divergences).mean())
 
