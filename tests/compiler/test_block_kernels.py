@@ -23,6 +23,7 @@ from mlcbuild.quant.floats import Scratch
 from tests import kernelbench
 from tests.blocks import finite_rows, kind_of
 from tests.kernelbench import TARGETS, Module
+from tests.libharness import EVERY
 from tests.schemes import normal
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -32,21 +33,32 @@ TYPES: dict[str, tuple[str, ...]] = {
 }
 TYPES |= {"q8_1": ("Q4_1", "Q8_0"), "q8_k": ("Q4_K", "Q6_K")}
 """Stored format -> the GGUF types of the rows with which it is tested."""
-ON = {
+ON: dict[str, tuple[str, ...]] = {
     "avx512vnni": tuple(TYPES),
-    "avx2": ("q4_1", "q5_1", "q8_0", "q4_k", "q6_k"),
-    "neon": ("q4_1", "q8_0", "q4_k", "q6_k"),
-    "portable": ("q4_1", "q4_k", "q6_k"),
+    "avx2": ("q5_1", "q4_k", "q6_k"),
+    "neon": ("q4_k", "q6_k"),
+    "portable": ("q4_k", "q6_k"),
 }
-"""Instruction set -> the formats that are tested on it, whose kernels differ most from each other."""
+"""Instruction set -> the formats that are tested on it. By default all are tested on one instruction set, and
+on others those whose kernels differ most from each other: with minima, and with two scales in a group of
+32."""
+if EVERY:
+    ON |= dict.fromkeys(("avx2", "neon", "portable"), ("q4_1", "q5_1", "q8_0", "q4_k", "q6_k"))
 CASES = pytest.mark.parametrize(("isa", "form"), [(isa, form) for isa, forms in ON.items() for form in forms])
 COLUMNS = 512
 RAGGED = [
-    *((isa, "q3l") for isa in TARGETS if isa != "avx512amx"),
     ("avx512vnni", "q4l"),
-    ("avx512vnni", "q6l"),
+    ("avx512", "q6l"),
+    ("avxvnni", "q3l"),
     ("avx2", "q5l"),
+    ("i8mm", "q3l"),
+    ("neon", "q4l"),
+    ("portable", "q3l"),
 ]
+"""(Instruction set, format) of matrices whose last group is not whole."""
+if EVERY:
+    forms = ("q3l", "q4l", "q5l", "q6l")
+    RAGGED = [(isa, form) for isa in TARGETS if isa != "avx512amx" for form in forms]
 NARROW = 328
 """Number of columns of the quantized matrices. It is a multiple neither of a group of 32 nor of a block of
 256."""
