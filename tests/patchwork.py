@@ -65,14 +65,14 @@ def patchwork(*, every: bool) -> ModelConfig:
             replace(HEADS, qk_norm=RMS, qk_norm_last=True, clip=0.8),
             Experts(5, 2, 16, "gelu_tanh", Router("sparsemixer", normalized=False, jitter=0.01)),
             Norms(LayerNorm(1e-5, offset=1.0)),
-            "parallel",
         ),
     )
     chosen = layers if every else layers[:3:2]
     frequencies = tuple(float(np.float32(10000.0 ** (-index / 4))) for index in range(4))
+    long = Rope(8, frequencies, 1.0, tuple(value / 2 for value in frequencies), 1.2, 48)
     turned = Rope(12, (*frequencies, 0.5, 0.25), 1.1, query_scale=QueryScale(0.1, 8))
     return ModelConfig(
-        *("llama", 71, 37, 64, chosen, (Rope(8, frequencies), turned), LAYER),
+        *("llama", 71, 37, 64, chosen, (long, turned), LAYER),
         tie_embeddings=True,
         embedding_scale=1.5,
         logit_softcap=9.0,

@@ -16,7 +16,7 @@ from mlcbuild.bundles import reference
 from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder, layer_functions
-from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
+from mlcbuild.models import Attention, Dense, LayerNorm, LayerSpec, ModelConfig, Norms, RmsNorm
 from mlcbuild.targets import presets
 from tests.configs import rope, with_attention, with_windows
 from tests.libharness import EVERY, HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
@@ -25,10 +25,13 @@ from tests.schemes import SCHEMES
 # These variants differ from others in data only, which tests of the reference cover: they are not compiled.
 DATA_ONLY = {"gemma2-bf16", "llama-yarn", "phi3-longrope-short", "qwen2-bias"}
 # These variants are compiled with MLCBUILD_TEST_EVERY only, because other tests compile their blocks: SMALL
-# and LAYERED have windows and biases in some layers, qwen3 has groups of heads, and mistral has a window in
-# every layer. test_types.py counts the options of all variants; its patchwork has the biases and rotary
-# embeddings of the last two.
-COVERED = {"llama-llama3-gqa", "phi3-window", "qwen2-window", "llama-linear-bias", "phi3-longrope-long"}
+# and LAYERED have windows, biases and groups of heads in some layers, and mistral has a window in all layers.
+# test_types.py counts the options of all variants; its patchwork has the biases, norms and rotary embeddings
+# of the last four.
+COVERED = {
+    *("llama-llama3-gqa", "phi3-window", "qwen2-window"),
+    *("llama-linear-bias", "phi3-longrope-long", "qwen3", "llama-mha-tied"),
+}
 GOLDEN_CONFIGS = (HERE / "golden").glob("*/config.json")
 ALL_VARIANTS = {path.parent.name for path in GOLDEN_CONFIGS} - DATA_ONLY
 VARIANTS = sorted(ALL_VARIANTS if EVERY else ALL_VARIANTS - COVERED)
@@ -106,7 +109,7 @@ def test_chosen_rows_come_in_the_order_asked(tmp_path_factory: pytest.TempPathFa
     assert worst(again, case.logits[[60]]) < TOLERANCE and worst(actual[:1], again) == 0
 
 
-@pytest.mark.parametrize("variant", ["mistral-window", "qwen3", "llama-mha-tied"])
+@pytest.mark.parametrize("variant", ["mistral-window", *(["qwen3", "llama-mha-tied"] if EVERY else [])])
 def test_hidden_states_are_what_the_logits_are_made_of(
     variant: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -133,9 +136,10 @@ def test_hidden_states_are_what_the_logits_are_made_of(
 # Keys and values are stored as float16 by the f16 schemes; a8 rounds activations to 8 bits as well.
 TOLERANCES = {"q0f32": 1e-5, "q4f32_1": 1e-5, "q8f32_1": 1e-5, "q4a8_1": 0.15, "q5a8_1": 0.15, "q8a8_1": 0.15}
 
-CHECKED = list(SCHEMES) if EVERY else ["q4f16_1", "q4a8_1"]
-"""Names of the quantization schemes for which a whole library is compiled and tested. By default these are
-two; the others are tested as parts of libraries that mix schemes. With MLCBUILD_TEST_EVERY they are all."""
+CHECKED = list(SCHEMES) if EVERY else ["q4a8_1"]
+"""Names of the quantization schemes for which a whole library is compiled and tested. By default this is one;
+the others are tested as parts of libraries that mix schemes, and q4f16_1 by test_greedy.py, too. With
+MLCBUILD_TEST_EVERY they are all."""
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -156,11 +160,15 @@ def test_scheme_gives_the_logits_of_its_unpacked_weights(
     assert worst(together[20:], whole[:13]) < tolerance
 
 
+CAPPED = with_attention(SMALL, sinks=True, softcap=5.0)
+BIASED = with_attention(SMALL, rope=None, alibi="exact")
 CACHED = {
-    "plain": SMALL,
-    "sinks and a soft cap": with_attention(SMALL, sinks=True, softcap=5.0),
-    "alibi": replace(with_attention(SMALL, rope=None, alibi="exact"), ropes=()),
+    "one of each kind": replace(SMALL, layers=(SMALL.layers[0], CAPPED.layers[1], BIASED.layers[0])),
 }
+"""Name -> config of a model whose library is compiled with a KV cache of 8-bit numbers: by default one whose
+layers have plain attention, attention with sinks and a soft cap, and attention with ALiBi."""
+if EVERY:
+    CACHED |= {"plain": SMALL, "sinks and a soft cap": CAPPED, "alibi": replace(BIASED, ropes=())}
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -251,7 +259,9 @@ def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[s
 BASE = LayerSpec(Attention(6, 2, 32, 0.2, qk_norm=NORM), Dense(384), Norms(NORM))
 WIDER = LayerSpec(Attention(4, 2, 32, 0.2, rope=1, window=9), Dense(512, "gelu_tanh"), Norms(NORM, NORM))
 NARROW = LayerSpec(
-    Attention(2, 2, 32, 0.2, output_bias=True, softcap=9.0), Dense(192), Norms(RmsNorm(1e-5, 1.0))
+    Attention(2, 2, 32, 0.2, output_bias=True, softcap=9.0),
+    Dense(192, "relu", gated=False),
+    Norms(LayerNorm(1e-5)),
 )
 LAYERED = ModelConfig(
     family="llama",

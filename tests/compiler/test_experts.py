@@ -13,8 +13,11 @@ from tests.experts_golden import VARIANTS, golden
 from tests.libharness import EVERY, Session, compiled, pack, unpacked
 from tests.schemes import SCHEMES
 
+CHECKED_VARIANTS = VARIANTS if EVERY else ["granitemoeshared"]
+"""Names of the golden files of models with experts that are compiled and compared with transformers."""
 
-@pytest.mark.parametrize("variant", VARIANTS if EVERY else ["granitemoeshared"])
+
+@pytest.mark.parametrize("variant", CHECKED_VARIANTS)
 def test_prompts_chunks_and_steps_give_the_logits_of_transformers(
     variant: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from mlcbuild.bundles import reference
-from tests import typegoldens
+from tests import experts_golden, typegoldens
+from tests.compiler import test_experts
 from tests.compiler.test_decoder import LAYERED, SMALL, VARIANTS
 from tests.libharness import EVERY, PAGE, Session, compiled, golden, pack, unpacked
 from tests.patchwork import options, patchwork, random_weights
@@ -21,7 +22,7 @@ from tests.schemes import SCHEMES
 from tests.typegoldens import WINDOW
 
 BATCH = 4
-OWN_OPTIONS = ("deepseek_v3", "gpt_oss", "opt", "phimoe")
+OWN_OPTIONS = ("deepseek_v3",)
 """Model types that have an option, or a form of layer, which no other model that tests compile has."""
 CHECKED = typegoldens.NAMES if EVERY else OWN_OPTIONS
 """Model types whose models these tests compile and compare with NumPy. By default they are those with options
@@ -48,7 +49,9 @@ def test_every_option_of_a_type_is_compiled(tmp_path: Path) -> None:
     for name in typegoldens.NAMES:
         (tmp_path / name).mkdir()
     compiled_here = options(patchwork(every=True)) | of_types(OWN_OPTIONS)
-    for config in (SMALL, LAYERED, *(golden(variant).config for variant in VARIANTS)):
+    goldens = [golden(variant).config for variant in VARIANTS]
+    with_experts = [experts_golden.golden(name).config for name in test_experts.CHECKED_VARIANTS]
+    for config in (SMALL, LAYERED, *goldens, *with_experts):
         compiled_here |= options(config)
     assert of_types(typegoldens.NAMES) - compiled_here == RARE
 
