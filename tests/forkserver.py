@@ -9,11 +9,13 @@ Commands that depend on how Python starts still start Python: see `needs_python`
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import runpy
 import select
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,10 +28,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).resolve().parent.parent
-READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_")
-"""Prefixes of environment variables that Python or the C library reads once, at its start."""
+from tests.fork_client import read_at_start
 
+ROOT = Path(__file__).resolve().parent.parent
+CLIENT = Path(__file__).with_name("fork_client.py")
 PRELOADED = (
     "mlcbuild.build.execute",
     "mlcbuild.bundles.provenance",
@@ -157,6 +159,7 @@ class ForkServer:
         self._variables = dict(variables or {})
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._starting = threading.Lock()
 
     def run(
@@ -266,8 +269,34 @@ class ForkServer:
                     )
             return self._control
 
+    def write_script(self, path: Path, module: str) -> None:
+        """Writes a shell script that runs `python -m module` with its arguments, as a fork of this server."""
+        words = [sys.executable]
+        if needs_python(os.environ, self._variables):
+            words += ["-m", module]
+        else:
+            start = json.dumps(read_at_start({**os.environ, **self._variables}))
+            words += ["-IS", str(CLIENT), self._address(), start, module]
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        path.chmod(0o755)
+
+    def _address(self) -> str:
+        """Returns the path of the Unix domain socket to which `tests/fork_client.py` connects."""
+        control = self._started()
+        with self._starting:
+            if self._directory is None:
+                self._directory = tempfile.TemporaryDirectory(prefix="forks-")  # names of sockets are short
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(f"{self._directory.name}/socket")
+                    listener.listen(100)
+                    socket.send_fds(control, [b"@"], [listener.fileno()])
+            return f"{self._directory.name}/socket"
+
     def close(self) -> None:
         """Ends the server process. All commands must have ended before."""
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
         if self._control is not None and self._process is not None:
             self._control.close()
             self._process.wait()
@@ -298,57 +327,94 @@ def needs_python(environment: Mapping[str, str], of_server: Mapping[str, str] | 
     """Returns True if a command must start a new Python process, because its environment changes how Python
     starts. of_server: environment variables that only the fork server has."""
 
-    def start(variables: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: value
-            for name, value in variables.items()
-            if name.startswith(READ_AT_START) and name != "PYTHONPATH"
-        }
-
-    return not hasattr(os, "pidfd_open") or start(environment) != start({**os.environ, **(of_server or {})})
+    ours = read_at_start({**os.environ, **(of_server or {})})
+    return not hasattr(os, "pidfd_open") or read_at_start(dict(environment)) != ours
 
 
-def serve(control: socket.socket) -> tuple[str, list[str]] | None:
-    """Forks a process for each request that arrives. In each of these processes, returns (module to run, its
-    arguments); in the server itself, returns None when it ends."""
-    waiting: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> process and its client
-    with selectors.DefaultSelector() as selector:
-        selector.register(control, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fd in waiting:
-                    selector.unregister(key.fd)
-                    _report(key.fd, *waiting.pop(key.fd))
-                    continue
-                byte, descriptors, _, _ = socket.recv_fds(control, 1, 4)
-                if not byte:
-                    return None
-                client = socket.socket(fileno=descriptors[0])
-                with client.makefile("rb") as lines:
-                    request = json.loads(lines.readline())
-                pid = os.fork()
-                if pid == 0:
-                    for other in waiting:
-                        os.close(other)
-                    for _, connection in waiting.values():
+class Server:
+    """The loop of the fork server's process, which forks a process for each request that arrives."""
+
+    def __init__(self, control: socket.socket) -> None:
+        """control: the connection to the test process, whose end is the server's end."""
+        self._control = control
+        self._listeners: list[socket.socket] = []
+        self._waiting: dict[int, tuple[int, socket.socket]] = {}
+        """pidfd -> (process id, connection on which its id and exit code are sent)."""
+        self._clients: dict[socket.socket, int] = {}
+        """Connection of `tests/fork_client.py` -> id of the process that ends with it."""
+
+    def serve(self) -> tuple[str, list[str]] | None:
+        """In each forked process, returns (module to run, its arguments); in the server itself, returns None
+        when it ends."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    source = key.fileobj
+                    if isinstance(source, int):
+                        if source in self._waiting:
+                            selector.unregister(source)
+                            self._report(selector, source)
+                        continue
+                    assert isinstance(source, socket.socket)
+                    if source in self._clients:  # the client was killed
+                        selector.unregister(source)
+                        os.kill(self._clients.pop(source), signal.SIGKILL)
+                        continue
+                    is_script = source in self._listeners
+                    connection = source.accept()[0] if is_script else source
+                    byte, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
+                    if byte == b"@":
+                        self._listeners.append(socket.socket(fileno=descriptors[0]))
+                        selector.register(self._listeners[-1], selectors.EVENT_READ)
+                        continue
+                    if not byte and is_script:
                         connection.close()
-                    client.close()
-                    control.close()
-                    return _become(request, descriptors[1:])
-                for descriptor in descriptors[1:]:
-                    os.close(descriptor)
-                client.sendall(b"%d\n" % pid)
-                watched = os.pidfd_open(pid)
-                waiting[watched] = (pid, client)
-                selector.register(watched, selectors.EVENT_READ)
+                        continue
+                    if not byte:
+                        return None
+                    client = connection if is_script else socket.socket(fileno=descriptors.pop(0))
+                    command = self._fork(selector, client, descriptors)
+                    if command is not None:
+                        return command
+                    if is_script:
+                        self._clients[client] = next(reversed(self._waiting.values()))[0]
+                        selector.register(client, selectors.EVENT_READ)
 
+    def _fork(
+        self, selector: selectors.BaseSelector, client: socket.socket, descriptors: list[int]
+    ) -> tuple[str, list[str]] | None:
+        """Reads a request from `client` and forks a process for it. Returns (module to run, its arguments) in
+        that process, and None in the server. descriptors: as for `_become`."""
+        with client.makefile("rb") as lines:
+            request = json.loads(lines.readline())
+        pid = os.fork()
+        if pid == 0:
+            for other in self._waiting:
+                os.close(other)
+            for _, connection in self._waiting.values():
+                connection.close()
+            for each in (client, self._control, *self._listeners):
+                each.close()
+            return _become(request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with suppress(BrokenPipeError):
+            client.sendall(b"%d\n" % pid)
+        watched = os.pidfd_open(pid)
+        self._waiting[watched] = (pid, client)
+        selector.register(watched, selectors.EVENT_READ)
+        return None
 
-def _report(watched: int, pid: int, client: socket.socket) -> None:
-    """Sends the exit code of an ended process to the client, negative for a signal as in subprocess."""
-    _, status = os.waitpid(pid, 0)
-    os.close(watched)
-    with client, suppress(BrokenPipeError):  # the waiting client may have given up
-        client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+    def _report(self, selector: selectors.BaseSelector, watched: int) -> None:
+        """Sends the exit code of an ended process to the client, negative for a signal as in subprocess."""
+        pid, client = self._waiting.pop(watched)
+        _, status = os.waitpid(pid, 0)
+        os.close(watched)
+        if self._clients.pop(client, None) is not None:
+            selector.unregister(client)
+        with client, suppress(BrokenPipeError):  # the waiting client may have given up
+            client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
 def _become(request: Mapping[str, object], files: Sequence[int]) -> tuple[str, list[str]]:
@@ -365,9 +431,27 @@ def _become(request: Mapping[str, object], files: Sequence[int]) -> tuple[str, l
     for number, descriptor in zip((1, 2, 0), files, strict=False):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    _open_streams()
     directories = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = dict.fromkeys([cwd, *directories, *sys.path[1:]])
     return str(request["module"]), arguments
+
+
+def _open_streams() -> None:
+    """Opens the standard streams again, as Python does at its start. The objects of before hold what was true
+    of the server's files: whether they have positions, and whether they are terminals."""
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        before = getattr(sys, name)
+        stream = io.TextIOWrapper(
+            open(descriptor, f"{mode}b", closefd=False),  # noqa: SIM115
+            encoding=before.encoding,
+            errors=before.errors,
+            newline=None if mode == "r" else "\n",
+            line_buffering=name == "stderr" or before.write_through or os.isatty(descriptor),
+            write_through=before.write_through,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def main(descriptor: int, preloaded: Sequence[str]) -> int:
@@ -376,7 +460,7 @@ def main(descriptor: int, preloaded: Sequence[str]) -> int:
     gc.collect()
     gc.freeze()  # a collection in a forked process must not touch, and so copy, these pages
     with socket.socket(fileno=descriptor) as control:
-        command = serve(control)
+        command = Server(control).serve()
     if command is None:
         return 0
     module, sys.argv[1:] = command

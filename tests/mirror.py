@@ -29,6 +29,7 @@ if __name__ == "__main__":
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "sleep":
+        sys.stdout.flush()
         time.sleep(600)
     if how == "error":
         raise KeyError(how)

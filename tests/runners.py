@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fork_client import read_at_start
+from tests.forkserver import COMMANDS
+
 Json = Any
 SKIPPED = ("actions/setup-python",)
 
@@ -43,14 +46,13 @@ class Runner:
         binaries = self.home / "bin"
         if not binaries.exists():
             binaries.mkdir(parents=True)
-            script = binaries / "mlcbuild"
-            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mlcbuild "$@"\n')
-            script.chmod(0o755)
+            COMMANDS.write_script(binaries / "mlcbuild", "mlcbuild")
         environment = {
             "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self.home),
             "PYTHONPATH": os.pathsep.join(sys.path[1:]),
             "CI": "true",
+            **read_at_start(dict(os.environ)),
             **self.variables,
             **variables,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,11 +26,13 @@ def server() -> Iterator[ForkServer]:
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "MLCBUILD_STORE": "a store"}
 
 
-def by_python(module: str, *arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def by_python(
+    module: str, *arguments: str, cwd: Path, stdin: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=cwd,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **variables},
         input=stdin,
         capture_output=True,
         text=True,
@@ -61,6 +64,41 @@ def test_a_forked_command_reads_what_python_reads(stdin: str, server: ForkServer
     forked = server.run("tests.mirror", ["0"], tmp_path, ENVIRONMENT, stdin=stdin)
     started = by_python("tests.mirror", "0", cwd=tmp_path, stdin=stdin)
     assert forked.stdout == started.stdout and json.loads(forked.stdout)["input"] == stdin
+
+
+def test_a_script_is_what_python_starts(server: ForkServer, tmp_path: Path) -> None:
+    """Checks that a script of the server passes on standard streams, arguments, directory, environment, exit
+    code and signals, that its process ends when the script is killed, and that it starts Python where that
+    makes a difference."""
+    server.write_script(tmp_path / "mirror", "tests.mirror")
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tmp_path / "mirror", *arguments],
+            cwd=tmp_path,
+            env={**ENVIRONMENT, "PWD": str(tmp_path), **variables},
+            input="a line",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    for arguments in (["0", "an argument"], ["3"], ["kill"]):
+        started = by_python("tests.mirror", *arguments, cwd=tmp_path, stdin="a line", PWD=str(tmp_path))
+        scripted = run(*arguments)
+        assert (scripted.stdout, scripted.stderr) == (started.stdout, started.stderr)
+        assert scripted.returncode == started.returncode
+    assert run("3", PYTHONUTF8="0").returncode == 3
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        command = [str(tmp_path / "mirror"), "sleep"]
+        with (
+            Path(os.devnull).open() as nothing,
+            subprocess.Popen(command, env=ENVIRONMENT, stdin=nothing, stdout=subprocess.PIPE) as process,
+        ):
+            assert process.stdout is not None and b'"arguments": ["sleep"]' in process.stdout.readline()
+            process.send_signal(number)
+            assert process.stdout.read() == b"", "no process has the other end any more"
+        assert process.returncode == -number
 
 
 def test_an_exception_ends_it_with_a_traceback(server: ForkServer, tmp_path: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.forkserver import COMMANDS
 
 TOURED = ("README.md", "recipes/TOUR.md", "ci/README.md")
 """Paths of the documents whose blocks are executed, in this order, in one shell."""
@@ -57,9 +56,7 @@ def blocks(document: str) -> list[Block]:
 def commands(directory: Path) -> dict[str, str]:
     """Returns environment variables with which `mlcbuild` is a command and no setting of the user applies."""
     directory.mkdir()
-    command = directory / "mlcbuild"
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m mlcbuild "$@"\n')
-    command.chmod(0o755)
+    COMMANDS.write_script(directory / "mlcbuild", "mlcbuild")
     outer = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
     path = os.pathsep.join([str(directory), os.environ["PATH"]])
     return {**outer, "PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")])}
