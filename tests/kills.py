@@ -24,6 +24,7 @@ from mlcbuild.canon import file_digest
 from mlcbuild.remotes.signing import unseal
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
+from tests.forkserver import COMMANDS, Process
 
 ROOT = Path(__file__).resolve().parent.parent
 VICTIMS = ("builder", "worker", "uploader")
@@ -99,21 +100,23 @@ class Site:
             shutil.rmtree(self.place / name, ignore_errors=True)
         (self.place / "remote").mkdir()
 
-    def build(
-        self, limit: int | None = None, variables: Mapping[str, str] = MappingProxyType({})
-    ) -> subprocess.Popen[str]:
+    def build(self, limit: int | None = None, variables: Mapping[str, str] = MappingProxyType({})) -> Process:
         """Starts a builder in a new process group and returns its process. limit: maximum bytes of a file
         that it may write; None: no limit."""
 
         def before() -> None:
-            if limit is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            assert limit is not None
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        command = [str(self.place / "store"), "heavy", str(self.place / "source"), "pool"]
+        arguments = [str(self.place / "store"), "heavy", str(self.place / "source"), "pool"]
+        arguments.append(f"file://{self.place}/remote")
+        environment = {**os.environ, **self.environment, **variables}
+        if limit is None:
+            return COMMANDS.start("tests.builder", arguments, ROOT, environment, session=True)
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.builder", *command, f"file://{self.place}/remote"],
+            [sys.executable, "-m", "tests.builder", *arguments],
             cwd=ROOT,
-            env={**os.environ, **self.environment, **variables},
+            env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -121,8 +124,9 @@ class Site:
             preexec_fn=before,  # noqa: PLW1509 - there are no threads here
         )
 
-    def finish(self, process: subprocess.Popen[str], code: int | None = 0) -> str:
-        _, text = process.communicate(timeout=250)
+    def finish(self, process: Process, code: int | None = 0) -> str:
+        with process:
+            _, text = process.communicate(timeout=250)
         assert code is None or process.returncode == code, text
         assert "Traceback" not in text, text
         return text
@@ -169,9 +173,11 @@ class Site:
             if chosen:
                 self._shoot(self.random.choice(chosen), victim)
             self.finish(process, None)
-        elif process.poll() is None:
-            self._shoot(process.pid, victim)
-        process.communicate()
+        else:
+            if process.poll() is None:
+                self._shoot(process.pid, victim)
+            with process:
+                process.communicate()
         self.check()
 
     def _shoot(self, pid: int, victim: str) -> None:
@@ -181,7 +187,7 @@ class Site:
             return
         self.kills[victim] += 1
 
-    def _wait(self, process: subprocess.Popen[str], observed: Callable[[], bool]) -> None:
+    def _wait(self, process: Process, observed: Callable[[], bool]) -> None:
         while process.poll() is None and not observed():
             time.sleep(0.002)
 

@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,21 +17,16 @@ import pytest
 
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
+from tests.forkserver import COMMANDS, Process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+EVERY = "MLCBUILD_TEST_EVERY" in os.environ
 
 
-def build(store: Path, note: Path) -> subprocess.Popen[str]:
+def build(store: Path, note: Path) -> Process:
     """Starts a builder of the twelve steps of `tests.builder.chain` in a new process group, and returns its
     process."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.builder", str(store), "chain", str(note)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return COMMANDS.start("tests.builder", [str(store), "chain", str(note)], ROOT, os.environ, session=True)
 
 
 def workers(parent: int) -> list[int]:
@@ -42,7 +36,7 @@ def workers(parent: int) -> list[int]:
     return [int(pid) for pid, owner in rows if int(owner) == parent]
 
 
-def wait_for_session(store: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_session(store: Path, process: Process) -> None:
     """Waits until a builder has created its temporary directory, so that it is not always killed during its
     start."""
     before = set(store.glob("tmp/*.lock"))
@@ -74,7 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return files(place / "store")
 
 
-@pytest.mark.parametrize("batch", range(8))
+@pytest.mark.parametrize("batch", range(8 if EVERY else 4))
 def test_killed_builders_leave_a_store_that_a_rerun_completes(
     tmp_path: Path, undisturbed: set[str], batch: int
 ) -> None:
@@ -83,11 +77,10 @@ def test_killed_builders_leave_a_store_that_a_rerun_completes(
     moments = random.Random(batch)
     store = tmp_path / "store"
     for _ in range(3):
-        process = build(store, Path("/dev/null"))
-        wait_for_session(store, process)
-        time.sleep(moments.uniform(0.0, 0.35))
-        process.kill()
-        process.communicate()
+        with build(store, Path("/dev/null")) as process:
+            wait_for_session(store, process)
+            time.sleep(moments.uniform(0.0, 0.35))
+            process.kill()
         if store.exists():
             assert verify(Store(store)).ok
     with build(store, Path("/dev/null")) as process:
@@ -101,7 +94,7 @@ def test_killed_builders_leave_a_store_that_a_rerun_completes(
     assert files(store) == undisturbed
 
 
-@pytest.mark.parametrize("batch", range(2))
+@pytest.mark.parametrize("batch", range(2 if EVERY else 1))
 def test_killed_workers_fail_their_step_only(tmp_path: Path, undisturbed: set[str], batch: int) -> None:
     """Checks a builder whose workers are killed at random moments until it ends, and that a second run
     completes the build."""
@@ -109,14 +102,15 @@ def test_killed_workers_fail_their_step_only(tmp_path: Path, undisturbed: set[st
     killed = 0
     for attempt in itertools.count():
         store = tmp_path / f"store{attempt}"
-        process, before = build(store, Path("/dev/null")), killed
-        while process.poll() is None and killed - before < 3:
-            time.sleep(moments.uniform(0.02, 0.2))
-            for pid in workers(process.pid)[:1]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    killed += 1
-        out, err = process.communicate(timeout=60)
+        before = killed
+        with build(store, Path("/dev/null")) as process:
+            while process.poll() is None and killed - before < 3:
+                time.sleep(moments.uniform(0.02, 0.2))
+                for pid in workers(process.pid)[:1]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        killed += 1
+            out, err = process.communicate(timeout=60)
         statuses = {step["status"] for step in json.loads(out)["steps"]}
         assert process.returncode == (1 if "failed" in statuses else 0), err
         assert "Traceback" not in err
