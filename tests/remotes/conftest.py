@@ -13,8 +13,11 @@ from tests.buckets import Server
 from tests.caches import Cache, nginx, serving
 from tests.remotes.users import needs_nginx
 
+KINDS = ("directory", "server", "nginx", "s3", "oci")
+"""Kinds of remotes for which the tests with the fixture `url` run."""
 
-@pytest.fixture(params=["directory", "server", pytest.param("nginx", marks=needs_nginx), "s3", "oci"])
+
+@pytest.fixture(params=[pytest.param(kind, marks=needs_nginx) if kind == "nginx" else kind for kind in KINDS])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Yields the URL of an empty remote; the tests that use it run once for each kind of remote."""
     if request.param == "directory":

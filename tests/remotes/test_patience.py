@@ -21,6 +21,7 @@ from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import client
 from mlcbuild.remotes.kinds import connect
 from tests.caches import Handler, serving
+from tests.forkserver import COMMANDS
 from tests.remotes.endless import ENDLESS, LONG, Endless, dead_mount, endless
 
 
@@ -62,15 +63,17 @@ STALLS = ("silence", "header", "fast continue", "one byte")
 
 def interrupted(store: Path, url: str, until: Callable[[], object], note: Path) -> float:
     """Interrupts a run that waits for a remote with SIGINT, and returns the seconds until it has ended."""
-    return ended(until, "-m", "tests.builder", store, "chain", note, "pool", url)
+    return ended(until, "tests.builder", store, "chain", note, "pool", url)
 
 
-def ended(until: Callable[[], object], *arguments: str | Path) -> float:
-    """Starts Python with these arguments, sends SIGINT soon after `until()` is true, and returns the seconds
-    from then to the end of the process."""
-    command = [sys.executable, *map(str, arguments)]
+def ended(until: Callable[[], object], module: str, *arguments: str | Path) -> float:
+    """Starts `python -m module arguments...`, sends SIGINT soon after `until()` is true, and returns the
+    seconds from then to the end of the process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MLCBUILD_TEST_TIMEOUT": "900"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with Path(os.devnull).open("w") as output:
+        process = COMMANDS.start(
+            module, [str(argument) for argument in arguments], Path.cwd(), environment, output
+        )
     try:
         end = time.monotonic() + LONG
         while not until():
@@ -85,13 +88,6 @@ def ended(until: Callable[[], object], *arguments: str | Path) -> float:
     finally:
         process.kill()
         process.wait()
-
-
-PULL = (
-    "import sys; from mlcbuild.remotes import transport; transport.TIMEOUT = 900.0;"
-    "from mlcbuild.cli import main; sys.exit(main(['pull', *sys.argv[1:]]))"
-)
-"""Program that pulls a bundle with a timeout of 900 seconds, so that only an interrupt can end it in time."""
 
 
 @pytest.mark.parametrize("name", STALLS)
@@ -160,7 +156,7 @@ def test_ctrl_c_ends_a_pull(name: str, tmp_path: Path) -> None:
     with serving(fault) as cache:
         try:
             url, out = f"oci://{cache.url[7:]}/r:v1", tmp_path / "out"
-            assert ended(lambda: len(cache.requests) > 4, "-c", PULL, url, out) < LONG
+            assert ended(lambda: len(cache.requests) > 4, "tests.remotes.patient_pull", url, out) < LONG
         finally:
             drip.over.set()
 

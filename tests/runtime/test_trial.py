@@ -238,7 +238,7 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
-COSTLY = 40 if "MLCBUILD_TEST_EVERY" in os.environ else 3
+COSTLY = 40 if "MLCBUILD_TEST_EVERY" in os.environ else 2
 """Number of expensive constraints that the test sends at once; to compile each takes a large part of a CPU
 second."""
 FAST = 40 if "MLCBUILD_TEST_EVERY" in os.environ else 12
