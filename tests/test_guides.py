@@ -7,7 +7,7 @@ import ast
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -36,13 +36,15 @@ def first_columns(text: str) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
-def strings() -> Iterator[str]:
-    """Yields every string in the source of builder and runtime; f-strings without their values."""
-    for package in ("mlcbuild", "runtime/mlcbuild_format", "runtime/mlcbuild_runtime"):
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield node.value
+@cache
+def strings() -> frozenset[str]:
+    """Returns every string in the source of builder and runtime; f-strings without their values."""
+    packages = ("mlcbuild", "runtime/mlcbuild_format", "runtime/mlcbuild_runtime")
+    files = (path for package in packages for path in (ROOT / package).rglob("*.py"))
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return frozenset(
+        node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def test_the_recipe_of_the_targets_guide(tmp_path: Path) -> None:
@@ -55,18 +57,19 @@ def test_the_recipe_of_the_targets_guide(tmp_path: Path) -> None:
     assert [block.language for block in taken] == ["yaml", "console"]
 
 
+@pytest.mark.xdist_group("strings")  # one process reads the source
 def test_messages_of_the_troubleshooting_table_are_those_of_the_program() -> None:
     messages = first_columns(section("mlcbuild/README.md", "Troubleshooting"))
     assert len(messages) >= 15
-    said = list(strings())
-    assert [message for message in messages if not any(message in text for text in said)] == []
+    assert [message for message in messages if not any(message in text for text in strings())] == []
 
 
+@pytest.mark.xdist_group("strings")
 def test_formats_of_the_upgrading_table_are_those_of_the_program() -> None:
     text = section("mlcbuild/README.md", "Upgrading")
     stated = re.findall(r"^\|[^|]*\| `([a-z-]+/\d+)` \|", text, re.MULTILINE)
     assert len(stated) == 7
-    assert set(stated) <= set(strings())
+    assert set(stated) <= strings()
     assert f"| `version: {lock.VERSION}` |" in text
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from mlcbuild_format import sizes
+
+from tests.forkserver import COMMANDS
 
 
 @pytest.mark.parametrize(
@@ -61,16 +63,10 @@ def test_sizes_for_people(count: int, text: str) -> None:
     ],
 )
 def test_commands_accept_both_kinds_of_units(command: list[str], size: str, tmp_path: Path) -> None:
+    module, *words = command
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[1:])}
     good, bad = (
-        subprocess.run(
-            [sys.executable, "-m", *command, text],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-        )
-        for text in (size, "much")
+        COMMANDS.run(module, [*words, text], tmp_path, environment, timeout=100) for text in (size, "much")
     )
     assert good.stdout.startswith("removed 0 records") or "nowhere" in good.stderr
     assert "must be a size" not in good.stderr

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import io
 import os
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -104,16 +102,20 @@ PACKAGES = (ROOT / "mlcbuild", ROOT / "runtime" / "mlcbuild_format", ROOT / "run
 
 def lines_of_code(source: str) -> int:
     """Returns the number of lines with code, not counting blank lines, comments and docstrings."""
-    tree = ast.parse(source)
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    strings = [node for node in texts if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    described = {n for node in strings for n in range(node.lineno, (node.end_lineno or 0) + 1)}
-    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    layout.add(tokenize.ENDMARKER)
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in layout:
-            code.update(range(token.start[0], token.end[0] + 1))
+    code = {
+        number
+        for number, line in enumerate(source.splitlines(), 1)
+        if line.strip() and line.strip()[0] != "#"
+    }
+    described: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.Expr):
+            lines = range(node.lineno, (node.end_lineno or 0) + 1)
+            text = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                described.update(lines)
+            elif not isinstance(node, ast.Expr):
+                code.update(lines)  # a text may have empty lines
     return len(code - described)
 
 

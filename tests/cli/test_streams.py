@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import ioctl
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -23,34 +23,42 @@ from mlcbuild.build.events import RunResult, Status
 from mlcbuild.cli.build import listed
 from mlcbuild.outcomes import Result, VariantResult
 from tests.conftest import checked, mlcbuild
+from tests.forkserver import ForkServer, Process
 
-UNSET = ("CI", "NO_COLOR", "COLUMNS", "PYTHONUNBUFFERED", "MLCBUILD_DEBUG")
+pytestmark = pytest.mark.xdist_group("streams")  # so that one process has the fork server
+BUFFERED = {"PYTHONUNBUFFERED": ""}
+SERVER = ForkServer(variables=BUFFERED)
+"""The fork server of these tests, whose processes buffer their output."""
+UNSET = ("CI", "NO_COLOR", "COLUMNS", "MLCBUILD_DEBUG")
 
 
 def environment(store: Path, **variables: str) -> dict[str, str]:
     """Returns the environment variables for a separate process that uses this store."""
     outer = {name: value for name, value in os.environ.items() if name not in UNSET}
     ours = {"MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])}
-    return {**outer, **ours, **variables}
+    return {**outer, **BUFFERED, **ours, **variables}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended_server() -> Iterator[None]:
+    """Ends the fork server after the last test."""
+    yield
+    SERVER.close()
 
 
 @contextmanager
-def started(place: Path, store: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    """Yields `mlcbuild run` as a separate process, which is ended at the end of the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlcbuild", "run", "recipe.yaml", *more],
-        cwd=place,
-        env=environment(store),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        with process:
-            yield process
-    finally:
-        process.kill()
+def started(place: Path, store: Path, errors: IO[bytes], *more: str) -> Iterator[tuple[Process, IO[str]]]:
+    """Yields (`mlcbuild run` as a separate process, its standard output). The process is ended at the end of
+    the block. errors: file for its standard error."""
+    reading, writing = os.pipe()
+    words = ["run", "recipe.yaml", *more]
+    process = SERVER.start("mlcbuild", words, place, environment(store), writing, errors=errors)
+    os.close(writing)
+    with os.fdopen(reading) as output, process:
+        try:
+            yield process, output
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("executor", ["processes", "inline"])
@@ -59,13 +67,13 @@ def test_an_interrupted_run_keeps_what_it_built(
     place: Path, tmp_path: Path, executor: str, number: signal.Signals
 ) -> None:
     store = tmp_path / "store"
-    with started(place, store, "--only", "library/*/q0f32/host", "--executor", executor) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
+    words = ("--only", "library/*/q0f32/host", "--executor", executor)
+    with (tmp_path / "errors").open("w+b") as file, started(place, store, file, *words) as (process, output):
+        for line in output:
             if line.startswith("start   library/"):
                 break
         process.send_signal(number)
-        rest, errors = process.stdout.read(), process.stderr.read() if process.stderr else ""
+        rest, errors = output.read(), (tmp_path / "errors").read_text()
         assert process.wait() == 130, rest + errors
     last = rest.splitlines()[-1]
     assert last.startswith(f"interrupted by {number.name}: 1 built, 0 reused, ")
@@ -91,22 +99,17 @@ def test_a_reader_that_leaves_early_is_no_error_but_ends_a_run(place: Path, tmp_
     def without_reader(*command: str) -> tuple[int, str]:
         reading, writing = os.pipe()
         os.close(reading)
-        result = subprocess.run(
-            [sys.executable, "-m", "mlcbuild", *command],
-            cwd=place,
-            env=environment(tmp_path),
-            stdin=subprocess.DEVNULL,
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        errors = tmp_path / "errors"
+        there = environment(tmp_path)
+        with errors.open("wb") as file:
+            process = SERVER.start("mlcbuild", command, place, there, writing, errors=file)
         os.close(writing)
-        return result.returncode, result.stderr
+        with process:
+            return process.wait(), errors.read_text()
 
     assert without_reader("schema") == (0, "")
     assert without_reader("models") == (0, "")
-    assert without_reader("run", "recipe.yaml", "--only", "config/tiny") == (1, "")
+    assert without_reader("run", "recipe.yaml", "--only", "config/tiny", "--executor", "inline") == (1, "")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_a_reader_that_leaves_early_is_no_error_but_ends_a_run(place: Path, tmp_
         ("nope >&-", 2, "mlcbuild: 'nope' is not a verb; "),
         ("nope 2>&-", 2, ""),
         ("models <&-", 0, ""),
-        ("run recipe.yaml --only config/tiny >&- <&-", 0, ""),
+        ("run recipe.yaml --only config/tiny --executor inline >&- <&-", 0, ""),
     ],
 )
 def test_closed_streams(place: Path, tmp_path: Path, command: str, code: int, stderr: str) -> None:
@@ -155,14 +158,9 @@ def on_a_terminal(columns: int, place: Path, store: Path, **variables: str) -> t
     """Returns (exit code, text) of a short run on a terminal of `columns` columns."""
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 10, columns, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlcbuild", "run", "recipe.yaml", "--only", "config/tiny"],
-        cwd=place,
-        env=environment(store, TERM="xterm-256color", **variables),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
+    words = ["run", "recipe.yaml", "--only", "config/tiny", "--executor", "inline"]
+    there = environment(store, TERM="xterm-256color", **variables)
+    process = SERVER.start("mlcbuild", words, place, there, theirs, errors=theirs, stdin=theirs)
     os.close(theirs)
     observed = b""
     while True:
@@ -174,7 +172,8 @@ def on_a_terminal(columns: int, place: Path, store: Path, **variables: str) -> t
             break
         observed += part
     os.close(ours)
-    return process.wait(), observed.decode()
+    with process:
+        return process.wait(), observed.decode()
 
 
 @pytest.mark.parametrize("columns", [0, 10, 200])

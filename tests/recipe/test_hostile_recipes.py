@@ -26,6 +26,7 @@ from mlcbuild.recipe import MOST_OVERRIDES, load, sources
 from mlcbuild.recipe.matrix import MOST_SETTINGS
 from mlcbuild.recipe.reading import LONGEST_NAME
 from tests.build.test_scale import calls
+from tests.libharness import EVERY
 from tests.recipe.verbs import VERBS, said
 from tests.recipes import HEAD, changed, faults, project, read
 
@@ -166,6 +167,8 @@ def test_one_line_escapes_what_cannot_be_seen() -> None:
     assert one_line("a\nb\x1b[31m\u202ec\ud800 é") == "a\\nb\\x1b[31m\\u202ec\\ud800 é"
 
 
+SIZES = (200, 400, 800) if EVERY else (100, 200, 400)
+"""Numbers of items in the recipes whose costs are compared."""
 MANY: dict[str, Callable[[int], str]] = {
     "models": lambda n: changed(models="{" + ", ".join(f"m{i}: models/tiny" for i in range(n)) + "}"),
     "missing directories": lambda n: changed(
@@ -202,7 +205,7 @@ def test_checking_is_linear(project: Path, what: str) -> None:
         return check
 
     work(10)()  # performs what happens once in a process, such as imports
-    small, middle, large = (calls(work(count)) for count in (200, 400, 800))
+    small, middle, large = (calls(work(count)) for count in SIZES)
     assert (large - middle) < 2.3 * (middle - small)
 
 
