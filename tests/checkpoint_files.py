@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from mlcbuild import models
 from mlcbuild.checkpoints import conversion
@@ -105,3 +106,21 @@ def write(
 ) -> Path:
     conversion.write(locate(checkpoint, config, parsing.tensor_names(config)), scheme, out, cores)
     return out
+
+
+def shorten(checkpoint: Path, layers: int) -> None:
+    """Removes all layers but the first ones from a checkpoint in one file of safetensors, in place, so that
+    it is compiled and measured in less time. layers: number of those that stay."""
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    assert config["num_hidden_layers"] > layers
+    path.unlink()
+    path.write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    weights = checkpoint / "model.safetensors"
+    kept = {
+        name: tensor
+        for name, tensor in load_file(weights).items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < layers
+    }
+    weights.unlink()
+    save_file(kept, weights, metadata={"format": "pt"})

@@ -40,6 +40,7 @@ from mlcbuild.remotes.kinds import Destination, Kind
 from mlcbuild.session import Cancellation, Execution, Selection, Session
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
+from tests.checkpoint_files import shorten
 from tests.conftest import project
 from tests.guide import example
 
@@ -99,6 +100,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     result and events. The recipe names a registry as destination, to which nothing is published."""
     root = tmp_path_factory.mktemp("session")
     recipe = project(root, RECIPE.replace("toy://shelf/{model}", "oci://registry.invalid/{model}:v1"))
+    shorten(root / "tiny", 1)
     events: list[Event] = []
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     opened = session.open(recipe, store=root / "store")
@@ -386,6 +388,7 @@ def test_the_chapter_of_the_guide_runs(built: Built, tmp_path: Path) -> None:
     """Checks that the Python program in the section "From Python" of recipes/README.md runs, with a store
     that has the library already."""
     project(tmp_path, RECIPE.partition("publish:")[0])
+    shorten(tmp_path / "tiny", 1)
     (tmp_path / "store").symlink_to(built.store)
     code = example("From Python", "recipes/README.md")
     done = subprocess.run(

@@ -25,6 +25,7 @@ from mlcbuild.quant.choice import CHOICE, scheme_of
 from mlcbuild.recipe import load
 from mlcbuild.store.store import Store
 from tests.budgets import PARAMS, chosen, inputs
+from tests.checkpoint_files import shorten
 from tests.conftest import checked, mlcbuild, project
 from tests.libharness import EVERY
 from tests.recipes import readme_recipes
@@ -89,6 +90,7 @@ def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
     again with MLCBUILD_TEST_EVERY only."""
     (text,) = (block for block in readme_recipes() if "target_bits" in block)
     recipe = project(tmp_path, text.replace("models/tiny", "./tiny"))
+    shorten(tmp_path / "tiny", 2)
     planned = checked(mlcbuild("plan", recipe, store=common_store))
     assert "budget/tiny/close" in planned
     only = ("--only", "tiny-small-host")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests import gpu_harness
+from tests.checkpoint_files import shorten
 from tests.conftest import TINY, checked, mlcbuild
 from tests.gguf_files import tiny_metadata, write_gguf
 from tests.libharness import EVERY
@@ -26,12 +28,16 @@ verify: {prompts: ["What is 20 + 11?"], max_kl: 0.001}
 """
 
 
-def built(area: Path, kind: str, types: dict[str, str]) -> Path:
+def built(area: Path, kind: str, types: dict[str, str], layers: int | None = None) -> Path:
     """Writes the embedded model as a GGUF file, builds it for GPUs with the file's own quantization, and
     returns the bundle's directory. Skips the test without a GPU adapter. kind: GGUF type of the matrices;
-    types: ending of a tensor's name -> another type for these tensors."""
+    types: ending of a tensor's name -> another type for these tensors; layers: number of the model's first
+    layers that are kept, None for all."""
     gpu_harness.needs_adapter()
-    write_gguf(TINY, area / "m.gguf", kind, metadata=tiny_metadata(TINY), types=types)
+    checkpoint = shutil.copytree(TINY, area / "checkpoint")
+    if layers is not None:
+        shorten(checkpoint, layers)
+    write_gguf(checkpoint, area / "m.gguf", kind, metadata=tiny_metadata(TINY), types=types)
     (area / "recipe.yaml").write_text(RECIPE)
     result = checked(mlcbuild("run", "recipe.yaml", store=area / "store", cwd=area))
     assert "1 bundle in dist" in result.splitlines()[-1]
@@ -42,7 +48,7 @@ def test_a_file_of_mixed_types_keeps_its_values_on_gpus(tmp_path: Path) -> None:
     """Checks a GGUF file of mixed quantization types on a GPU: `verify` compares the GPU program's logits
     with float64 logits of the file's own values."""
     types = {"attn_output.weight": "Q8_0", "ffn_down.weight": "MXFP4", "token_embd.weight": "F16"}
-    document = json.loads((built(tmp_path, "Q4_1", types) / "bundle.json").read_bytes())
+    document = json.loads((built(tmp_path, "Q4_1", types, layers=1) / "bundle.json").read_bytes())
     scheme = document["scheme"]
     assert (document["target"]["device"], scheme["bits"], scheme["layout"]) == ("webgpu", 4, "row")
     others = {override["scheme"]["name"] for override in scheme["overrides"]}
