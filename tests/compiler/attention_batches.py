@@ -24,7 +24,7 @@ from mlcbuild.compiler.cpu.kernels.rope import Append, rope_append
 from mlcbuild.compiler.program.ops import NO_WINDOW
 from mlcbuild.targets import presets
 from tests import emulation, kernelbench
-from tests.libharness import aligned
+from tests.libharness import EVERY, aligned
 
 Array = NDArray[Any]
 
@@ -75,6 +75,16 @@ CASES = [
     Case((4, 1, 128), "int8", bias=True),
     Case((1, 1, 256), "int8", norm=True),
 ]
+
+
+PAIRS = [
+    (case, target)
+    for i, case in enumerate(CASES)
+    for j, target in enumerate(RUNNABLE)
+    if EVERY or (i - j) % len(RUNNABLE) == 0
+]
+"""The (attention configuration, target processor) pairs that are tested. By default each configuration runs
+on at least one target and each target with at least one configuration; with MLCBUILD_TEST_EVERY all pairs."""
 
 
 def shape(case: Case) -> Heads:
@@ -128,12 +138,12 @@ class Batch:
 
 
 def turned(x: Reals, angles: Reals) -> Reals:
-    """Returns the vector of one head after a rotary embedding of the pairs (i, i + half), where 2 * half is
-    the number of rotated dimensions. angles: cosines, then sines."""
-    half = len(angles) // 2
-    cos, sin = angles[:half], angles[half:]
-    a, b = x[:half], x[half : 2 * half]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[2 * half :]])
+    """Returns vectors of heads, [tokens, heads, dimension], after a rotary embedding of the pairs (i, i +
+    half), where 2 * half is the number of rotated dimensions. angles: cosines, then sines, of each token."""
+    half = angles.shape[1] // 2
+    cos, sin = angles[:, None, :half], angles[:, None, half:]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
 
 
 def softmax_values(case: Case, query: Reals, keys: Reals, values: Reals) -> Reals:
@@ -190,54 +200,53 @@ class World:
         append(*map(device, inputs), share(qkv), share(self.cache), LAYER)
         return qkv
 
-    def heads_of(self, sequence: int, position: int) -> tuple[Array, Array, Array]:
-        """Returns the expected queries, keys and values of a token, as float64 [heads, dimension]."""
+    def heads_of(self, sequence: int) -> tuple[Reals, Reals, Reals]:
+        """Returns the expected queries, keys and values of the tokens of a sequence, float64 [tokens, heads,
+        dimension]."""
         case, heads = self.case, self.heads
-        x = self.inputs[sequence][position].astype(np.float64) + (self.bias if case.bias else 0)
-        split = x.reshape(-1, heads.dim)
-        q, k, v = np.split(split, [heads.query, heads.query + heads.kv])
+        x = self.inputs[sequence].astype(np.float64) + (self.bias if case.bias else 0)
+        split = x.reshape(len(x), heads.query + 2 * heads.kv, heads.dim)
+        q, k, v = np.split(split, [heads.query, heads.query + heads.kv], axis=1)
         if case.norm:
             q, k = (
                 rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * (1 + weight.astype(np.float64))
                 for rows, weight in zip((q, k), self.norms, strict=True)
             )
-        angles = self.angles[position].astype(np.float64)
-        return np.stack([turned(row, angles) for row in q]), np.stack([turned(row, angles) for row in k]), v
+        angles = self.angles[: len(x)].astype(np.float64)
+        return turned(q, angles), turned(k, angles), v
 
-    def kept(self, sequence: int, position: int) -> list[Array]:
-        """Returns the expected keys and values of a token as the KV cache stores them, float64 [KV heads,
-        dimension]. In a cache of 8-bit numbers, the stored numbers are returned after their rounding was
-        checked."""
-        exact = self.heads_of(sequence, position)[1:]
+    def kept(self, sequence: int, exact: Sequence[Reals]) -> list[Reals]:
+        """Returns the expected keys and values of the tokens of a sequence as the KV cache stores them,
+        float64 [tokens, KV heads, dimension]. In a cache of 8-bit numbers, the stored numbers are returned
+        after their rounding was checked. exact: the keys and the values before they are rounded."""
         if not self.heads.has_scales:
             return [rows.astype(self.case.dtype).astype(np.float64) for rows in exact]
         kept = []
-        page, offset = self.batch.pages[sequence][position // PAGE], position % PAGE
+        tokens = np.arange(len(exact[0]))
+        pages, offsets = np.array(self.batch.pages[sequence], np.int64)[tokens // PAGE], tokens % PAGE
         for kind, rows in enumerate(exact):
-            stored = self.cache[LAYER, page, kind]
-            codes, scales = np.split(stored, [PAGE * self.heads.dim], axis=1)
-            scale = np.ascontiguousarray(scales).view(np.float32)[:, offset, None].astype(np.float64)
-            order = (-1, self.heads.dim, PAGE) if kind == 0 else (-1, PAGE, self.heads.dim)
-            code = codes.reshape(order)[:, :, offset] if kind == 0 else codes.reshape(order)[:, offset]
-            np.testing.assert_allclose(scale[:, 0], np.abs(rows).max(1) / 127, rtol=1e-5)
+            stored = self.cache[LAYER, pages, kind]
+            codes, scales = np.split(stored, [PAGE * self.heads.dim], axis=2)
+            scale = np.ascontiguousarray(scales).view(np.float32)[tokens, :, offsets].astype(np.float64)
+            if kind == 0:
+                code = codes.reshape(*rows.shape, PAGE)[tokens, :, :, offsets]
+            else:
+                code = codes.reshape(*rows.shape[:2], PAGE, self.heads.dim)[tokens, :, offsets]
+            np.testing.assert_allclose(scale, np.abs(rows).max(2) / 127, rtol=1e-5)
+            scale = scale[..., None]
             assert (np.abs(code * scale - rows) <= 0.5001 * scale + 1e-5).all()
             kept.append(code * scale)
         return kept
 
     def expected(self, rows: Sequence[tuple[int, int]]) -> Array:
         heads, actual = self.heads, []
-        cached = {s: [self.kept(s, p) for p in range(sum(part))] for s, part in enumerate(self.batch.parts)}
-        tokens = {
-            s: [self.heads_of(s, p) for p in range(sum(part))] for s, part in enumerate(self.batch.parts)
-        }
+        tokens = [self.heads_of(sequence) for sequence in range(len(self.batch.parts))]
+        cached = [self.kept(sequence, exact) for sequence, (_, *exact) in enumerate(tokens)]
         for sequence, position in rows:
+            keys, values = (kept[: position + 1] for kept in cached[sequence])
             for head in range(heads.query):
-                kv, observed = head // heads.group, tokens[sequence][: position + 1]
-                keys, values = (
-                    np.stack([token[which][kv] for token in cached[sequence][: position + 1]])
-                    for which in (0, 1)
-                )
-                actual.append(softmax_values(self.case, observed[-1][0][head], keys, values))
+                kv, query = head // heads.group, tokens[sequence][0][position, head]
+                actual.append(softmax_values(self.case, query, keys[:, kv], values[:, kv]))
         return np.array(actual).reshape(len(rows), -1)
 
     def attend(

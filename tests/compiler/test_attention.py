@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.compiler.attention_batches import CASES, RUNNABLE, Case, World
-from tests.libharness import EVERY, aligned
+from tests.compiler.attention_batches import CASES, PAIRS, Case, World
+from tests.libharness import aligned
 
 pytestmark = pytest.mark.xdist_group("attention")
 """Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
@@ -20,16 +20,6 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
     "mixed": [(33, 20), (5, 1), (0, 17), (64, 3)],
     "parts": [(300, 1), (126, 1), (127, 1), (128, 1), (255, 3), (140, 14), (390, 2)],
 }
-
-
-PAIRS = [
-    (case, target)
-    for i, case in enumerate(CASES)
-    for j, target in enumerate(RUNNABLE)
-    if EVERY or (i - j) % len(RUNNABLE) == 0
-]
-"""The (attention configuration, target processor) pairs that are tested. By default each configuration runs
-on at least one target and each target with at least one configuration; with MLCBUILD_TEST_EVERY all pairs."""
 
 
 @pytest.mark.parametrize(("case", "target"), PAIRS, ids=str)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlcbuild_format.abi import PAGE
 
-from tests.compiler.attention_batches import CASES, LAYER, RUNNABLE, Case, World
+from tests.compiler.attention_batches import CASES, LAYER, PAIRS, RUNNABLE, Case, World
 
 pytestmark = pytest.mark.xdist_group("attention")
 """Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
@@ -26,8 +26,7 @@ def test_append_touches_its_layer_and_slots_only() -> None:
     assert values[second].reshape(3, PAGE, 64)[:, :1].all()
 
 
-@pytest.mark.parametrize("target", RUNNABLE)
-@pytest.mark.parametrize("case", CASES[::2], ids=str)
+@pytest.mark.parametrize(("case", "target"), PAIRS, ids=str)
 def test_forks_copy_what_a_page_begins_with(case: Case, target: str) -> None:
     """Checks that copies of pages include rows which the same call has written, keep later tokens of the
     destination page, and are made in order."""
