@@ -245,7 +245,6 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.compiler.gpu.kernels.paged_attention": LAUNCHES,
     "mlcbuild.compiler.gpu.launch_plan": LAUNCHES,
     "mlcbuild.compiler.gpu.residual_stream": LAUNCHES,
-    "mlcbuild.compiler.gpu.shader_text": LAUNCHES,
 }
 """Module, or the beginning of the names of several -> the reason why no file of tests imports it. Whoever
 writes tests for one removes the line."""

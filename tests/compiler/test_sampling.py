@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +29,6 @@ pytestmark = pytest.mark.xdist_group("kernels")
 
 Floats = NDArray[np.float32]
 Reals = NDArray[np.float64]
-ROOT = Path(__file__).resolve().parent.parent.parent
 EXACT = 2e-6
 """Tolerance of probabilities: a token that a kernel samples in float32 is accepted if its interval of
 cumulative probability, computed in float64, is at most this far from the random number."""
@@ -285,23 +280,19 @@ def test_other_architectures(target: Target) -> None:
 
 def test_threads_do_not_show() -> None:
     """Checks that the sampled tokens are the same with one and with two threads."""
-    code = (
-        "import sys, numpy as np\n"
-        "from tests.compiler.test_sampling import Drawn, Way, tokens\n"
-        "logits = np.stack([Drawn(20_000, 2.0, False, 0.0, seed).logits for seed in range(5)])\n"
-        "ways = [Way(number=0.2), Way(top_p=0.9), Way(0.0), Way(top_k=700), Way(min_p=0.1, number=0.9)]\n"
-        "print(tokens('portable', logits, [way.columns for way in ways]))\n"
-    )
     kernelbench.need(TARGETS["portable"])
+    logits = np.stack([Drawn(20_000, 2.0, False, 0.0, seed).logits for seed in range(5)])
+    ways = [Way(number=0.2), Way(top_p=0.9), Way(0.0), Way(top_k=700), Way(min_p=0.1, number=0.9)]
+    set_threads = tvm.get_global_func("runtime.config_threadpool")
     results = []
-    for count in ("1", "2"):
-        path = os.pathsep.join(str(ROOT / part) for part in ("", "runtime"))
-        environment = {**os.environ, "TVM_NUM_THREADS": count, "TVM_BIND_THREADS": "0", "PYTHONPATH": path}
-        command = [sys.executable, "-c", code]
-        results.append(
-            subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-        )
-    assert results[0] == results[1] and results[0].count(",") == 4
+    try:
+        for count in (1, 2):
+            set_threads(1, count)
+            assert count > 1 or tvm.get_global_func("runtime.NumThreads")() == 1
+            results.append(tokens("portable", logits, [way.columns for way in ways]))
+    finally:
+        set_threads(1, 0)  # the default number
+    assert results[0] == results[1] and len(results[0]) == 5
 
 
 @pytest.mark.parametrize("width", [1, 31, 33, 260, 4103])

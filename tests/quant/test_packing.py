@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from mlcbuild.errors import CheckpointError
 from mlcbuild.quant import Storage, packing
 from mlcbuild.quant.floats import Array
+from tests import libharness
 from tests.schemes import QUANTIZED, normal, pack, unpack
 
 EVERY = pytest.mark.parametrize("scheme", QUANTIZED, ids=lambda scheme: scheme.name)
-PROPERTY = settings(max_examples=15, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=15 if libharness.EVERY else 6, deadline=None, derandomize=True)
 Matrix = NDArray[np.float32]
 
 
