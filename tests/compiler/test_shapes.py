@@ -45,12 +45,11 @@ MIXED = replace(
     name="mixed",
     overrides=(
         ("embed", SCHEMES["q8a8_1"]),
-        ("*.attn.qkv", SCHEMES["q5a8_1"]),
         ("*.attn.o", SCHEMES["q8f16_1"]),
         ("*.mlp.gate_up", SCHEMES["q4f16_1"]),
     ),
 )
-"""A quantization scheme whose overrides make one library use five kinds of matrix products. It is used for a
+"""A quantization scheme whose overrides make one library use four kinds of matrix products. It is used for a
 model in which one matrix holds the token embeddings and computes the logits."""
 TOKENS = np.random.default_rng(3).integers(0, ODD.vocab_size, 52).tolist()
 

@@ -15,6 +15,7 @@ from mlcbuild.models import (
     parsing,
 )
 from mlcbuild.models.parsing import parse
+from tests.libharness import EVERY
 from tests.models.cases import LLAMA3, LONGROPE, VARIANTS, YARN, Config, golden
 
 NAMES = sorted({name for variant in VARIANTS for name in golden(variant)} | {"rope_parameters", "dtype", "x"})
@@ -50,13 +51,13 @@ def understood_or_refused(values: object) -> None:
     assert list(parsing.tensor_names(config).sources) == [param.name for param in parameters(config)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if EVERY else 120, deadline=None)
 @given(st.sampled_from(VARIANTS), st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=4))
 def test_any_change_of_a_config_is_understood_or_refused(variant: str, changes: Config) -> None:
     understood_or_refused(golden(variant) | changes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if EVERY else 100, deadline=None)
 @given(
     st.sampled_from(["llama-llama3-gqa", "llama-yarn", "phi3-longrope-long"]),
     st.dictionaries(
@@ -71,7 +72,7 @@ def test_any_change_of_a_rope_is_understood_or_refused(variant: str, changes: Co
     understood_or_refused(values | {name: values[name] | changes})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if EVERY else 40, deadline=None)
 @given(ANYTHING)
 def test_any_json_is_understood_or_refused(values: object) -> None:
     understood_or_refused(values)
