@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from mlcbuild.store.locks import try_lock
 from mlcbuild.store.stamp import STAMP
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import Collected, gc, status, verify
+from tests.forkserver import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INLINE = Options(executor="inline")
@@ -244,21 +244,19 @@ def test_builds_and_gc_at_once(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     store = Store(tmp_path / "store")
-    command = [sys.executable, "-m", "tests.builder", str(store.root), "heavy", str(source)]
+    arguments = [str(store.root), "heavy", str(source)]
     collected = 0
     for content in ("a", "b", "a"):
         (source / "data").write_text(content)
         for path in store.root.glob("ac/*/*"):
             os.utime(path, (STAMP, STAMP))
-        builders = [
-            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
+        builders = [COMMANDS.start("tests.builder", arguments, ROOT, os.environ) for _ in range(2)]
         while any(builder.poll() is None for builder in builders):
             collected += gc(store, max_bytes=0, unused_days=1).records
             time.sleep(0.01)  # leaves CPU time to the builders
         for builder in builders:
-            _, text = builder.communicate()
+            with builder:
+                _, text = builder.communicate()
             assert builder.returncode == 0, text
         assert verify(store).ok
     assert collected > 0
