@@ -364,12 +364,12 @@ def test_a_crash_names_signal_and_phase(tmp_path: Path) -> None:
 def test_errors_with_a_meaning_come_through(tmp_path: Path) -> None:
     config = {**models.to_json(SMALL), "hidden_size": 0}
     with pytest.raises(CheckpointError, match="hidden_size"):
-        action.run_child(prepared(tmp_path, config=cast(Json, config)), 300, child.__name__)
+        compiler_process.run_child(prepared(tmp_path, config=cast(Json, config)), 300, child.__name__)
 
 
 def test_a_defect_shows_its_traceback_and_phase(tmp_path: Path) -> None:
     with pytest.raises(CompileError) as caught:
-        action.run_child(prepared(tmp_path, limits={}), 300, child.__name__)
+        compiler_process.run_child(prepared(tmp_path, limits={}), 300, child.__name__)
     assert str(caught.value).startswith("the compiler stopped with exit code 1 at 'start the compiler':")
     assert "TypeError: Limits.__init__() missing 3 required" in str(caught.value)
 
