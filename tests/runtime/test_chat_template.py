@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
@@ -55,6 +56,16 @@ def render(source: str, **options: str) -> str:
 
 
 def test_what_templates_may_use() -> None:
+    with closing(ChatTemplate("", {"bos_token": "<s>"})) as template:
+        check_what_templates_may_use(template)
+
+
+def check_what_templates_may_use(template: ChatTemplate) -> None:
+    def render(source: str, **options: str) -> str:
+        """Renders a template in the process of `template`, since to start another takes 0.1 CPU seconds."""
+        template._source = source
+        return template.render(MESSAGES, dict(options))
+
     loop = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m['content'] }}{% endfor %}"
     assert render(loop) == "<s>user:hi"
     assert (

@@ -19,7 +19,11 @@ from . import toy
 GREEDY: SamplingRow = (0.0, -np.inf, 1.0, 0.0, 0.0)
 
 
-@pytest.fixture(params=["cpu", "numpy", "webgpu"])
+# One process runs all tests on a GPU adapter: one in software compiles the kernels for 1.5 CPU seconds.
+ON_GPU = pytest.param("webgpu", marks=pytest.mark.xdist_group("gpu-executor"))
+
+
+@pytest.fixture(params=["cpu", "numpy", ON_GPU])
 def executor(request: pytest.FixtureRequest) -> Executor:
     bundle: Path = request.getfixturevalue(f"{request.param}_toy_bundle")
     return loading.load(bundle, pages=8)

@@ -223,6 +223,8 @@ def test_limits_that_make_no_sense(toy_bundle: Path, option: tuple[str, str]) ->
     assert f"argument {option[0]}: must be " in result.stderr
 
 
+PYTHON = ("-m", "tests.runtime.text_program")
+"""Arguments of Python that run a program's text in a forked process."""
 SLOW = """
 import sys, time
 from mlcbuild_runtime.devices import cpu
@@ -238,8 +240,7 @@ sys.exit(serve.serve(sys.argv[1], serve.ServerOptions(port=0, drain=float(sys.ar
 
 @pytest.mark.parametrize(("drain", "whole"), [("60", True), ("0.2", False), ("0", False)])
 def test_a_termination_lets_requests_end(toy_bundle: Path, drain: str, whole: bool) -> None:
-    python = ("-c", SLOW, str(toy_bundle), drain)
-    with shared.program(*python) as server, ThreadPoolExecutor(1) as pool:
+    with shared.program(*PYTHON, SLOW, str(toy_bundle), drain) as server, ThreadPoolExecutor(1) as pool:
         body = {**LONG, "max_tokens": 120}
         job = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=shared.WAIT)
         end = time.monotonic() + shared.WAIT
@@ -259,7 +260,7 @@ def test_a_termination_lets_requests_end(toy_bundle: Path, drain: str, whole: bo
 
 
 def test_a_second_signal_does_not_wait(toy_bundle: Path) -> None:
-    with shared.program("-c", SLOW, str(toy_bundle), "60") as server, ThreadPoolExecutor(1) as pool:
+    with shared.program(*PYTHON, SLOW, str(toy_bundle), "60") as server, ThreadPoolExecutor(1) as pool:
         job = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=shared.WAIT)
         end = time.monotonic() + shared.WAIT
         while not server.health()["running"]:
