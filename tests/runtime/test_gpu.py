@@ -154,8 +154,10 @@ def test_a_program_of_other_limits_is_refused(webgpu_bundle: Path, field: str, v
         gpu.load(webgpu_bundle, replace(manifest, limits=replace(manifest.limits, **limits)), None, None)
 
 
-def test_a_lost_device_is_named(gpu_bundle: Path) -> None:
-    executor = gpu.load(gpu_bundle, bundle.manifest(gpu_bundle), None, None)
+def test_a_lost_device_is_named(webgpu_toy_bundle: Path) -> None:
+    if not has_adapter():
+        pytest.skip("this machine has no GPU adapter, not even one in software")
+    executor = gpu.load(webgpu_toy_bundle, bundle.manifest(webgpu_toy_bundle), None, None)
     assert isinstance(executor, gpu.GpuExecutor)
     step = ModelStep([1, 2, 3], [0, 3], [3], [0, 1], [0], [2], prompt=True)
     greedy = (0.0, 0.0, 1.0, 0.0, 0.0)

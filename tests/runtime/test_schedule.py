@@ -120,7 +120,7 @@ def test_answers_are_the_same_when_pages_run_out(toy_bundle: Path, pages: int) -
     engine = start(toy_bundle, pages=pages)
     source = random.Random(pages)
     try:
-        jobs = [(prompt(i % 5, source.randrange(1, 80)), source.randrange(40, 170)) for i in range(12)]
+        jobs = [(prompt(i % 5, source.randrange(1, 80)), source.randrange(40, 170)) for i in range(8)]
         sampling = Sampling(1.2, seed=5, repetition_penalty=1.1)
         with held(engine):
             queues = [ask(engine, greedy(*job)) for job in jobs]
