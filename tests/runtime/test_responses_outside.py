@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Message
 
 
 async def endpoint(_: Request) -> Response:
@@ -72,7 +73,25 @@ def test_a_wrong_method_is_answered_with_the_right_one() -> None:
 def test_a_defect_reveals_nothing() -> None:
     response = asyncio.run(error_responses.unexpected_error(request("/"), ValueError("secret")))
     assert response.status_code == 500 and message(response) == "the server has failed: see its log"
-    assert asyncio.run(error_responses.gone(request("/"), ValueError())).status_code == 400
+
+
+def test_a_client_that_has_gone_gets_no_answer() -> None:
+    """Checks that nothing is sent, so that neither the access log nor the metrics have a status for it."""
+    sent: list[Message] = []
+
+    async def answer() -> None:
+        response = await error_responses.gone(request("/"), ValueError())
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await response({"type": "http"}, never, send)
+
+    async def never() -> Message:
+        raise AssertionError("nobody reads")
+
+    asyncio.run(answer())
+    assert not sent
 
 
 def test_requests_pass_the_log_the_sites_cors_and_the_keys() -> None:
