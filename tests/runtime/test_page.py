@@ -69,32 +69,22 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
     @contextmanager
-    def other_tab(self, url: str) -> Iterator[None]:
+    def other_tab(self, url: str = "about:blank", *, isolated: bool = False) -> Iterator[None]:
         """Opens a second tab of the browser with the page `url`. While the context is open, all other methods
-        act on that tab; afterwards the tab is closed, and they act on the first one again."""
+        act on that tab; afterwards the tab is closed, and they act on the first one again. isolated: True for
+        a tab that shares neither storage nor cookies with other pages."""
         first, self._session = self._session, ""
-        target = self.call("Target.createTarget", url=url)["targetId"]
+        context = self.call("Target.createBrowserContext") if isolated else {}
+        target = self.call("Target.createTarget", url=url, **context)["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         try:
             yield
         finally:
             self._session = ""
-            self.call("Target.closeTarget", targetId=target)
-            self._session = first
-
-    @contextmanager
-    def new_context(self) -> Iterator[None]:
-        """Opens an empty page in a browser context of its own, which shares neither storage nor cookies with
-        other pages. While the context is open, all other methods act on that page."""
-        first, self._session = self._session, ""
-        context = self.call("Target.createBrowserContext")["browserContextId"]
-        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        try:
-            yield
-        finally:
-            self._session = ""
-            self.call("Target.disposeBrowserContext", browserContextId=context)
+            if isolated:
+                self.call("Target.disposeBrowserContext", **context)
+            else:
+                self.call("Target.closeTarget", targetId=target)
             self._session = first
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -172,7 +162,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture
 def browser(chromium: Browser) -> Iterator[Browser]:
     """Yields a browser with an empty page, for one test."""
-    with chromium.new_context():
+    with chromium.other_tab(isolated=True):
         yield chromium
 
 
