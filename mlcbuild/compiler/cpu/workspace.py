@@ -26,8 +26,8 @@ comes from the thread's memory pool. TVM calls it kMaxStackAlloca (tvm/runtime/d
 
 
 def workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the number of bytes that calls of a library take at most, in addition to weights and KV cache.
-    mod: the library's module after memory planning.
+    """Returns the maximum number of bytes that a call of a library needs in addition to weights and KV cache,
+    with the scratch arrays of kernels for one thread. mod: the library's module after memory planning.
     """
     return _workspace(limits, vocab_size, mod) + _kernels(limits, vocab_size, mod)
 

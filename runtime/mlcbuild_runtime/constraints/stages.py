@@ -103,8 +103,9 @@ class _Try:
 
 
 class Trials(Generic[T]):
-    """Compiles constraints for one vocabulary on trial, in child processes, before the server compiles them.
-    Any thread may use it."""
+    """Compiles constraints for one vocabulary on trial, in child processes, before the server compiles them,
+    and refuses those that need too much time or memory, with a reason. It caches the outcomes. Any thread may
+    use it."""
 
     def __init__(self, tokens: Tokens, stages: tuple[Stage, ...] = STAGES) -> None:
         self.tries = tuple(_Try(stage, tokens) for stage in stages)
