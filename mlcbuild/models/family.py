@@ -252,9 +252,9 @@ def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ..
 
 
 def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Piece, ...]:
-    """Returns descriptions (Piece) of the checkpoint's tensors that hold a parameter: one, one for each matrix
-    or vector that it joins (such as gate and up), one for each expert, or one for each matrix of each expert.
-    tensors: their names, with {} in place of numbers. Raises CheckpointError if there are too few or many."""
+    """Returns descriptions (Piece) of the checkpoint's tensors that hold a parameter: one, one for each
+    matrix or vector that it joins (such as gate and up), one for each expert, or one for each matrix of each
+    expert. tensors: their names, with {} for numbers. Raises CheckpointError if there are too few or many."""
     rest = param.shape[1:]
     numbered = any("{}" in name for name in tensors)
     if len(tensors) == 1 and numbered and not rest:
