@@ -197,9 +197,12 @@ def download(
 
     An interrupted transfer is resumed with an HTTP range. `count` is called with the number of new bytes,
     which is negative when a server starts over. Raises SourceError if the hub refuses, the transfer fails for
-    good, or the file cannot be written.
+    good, or the file cannot be written, also because this system knows no home directory for the cache.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
+
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise SourceError(f"{source}: this system knows no home directory for the cache; set HF_HOME")
 
     def get() -> Path:
         path = hf_hub_download(

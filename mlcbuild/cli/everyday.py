@@ -16,7 +16,7 @@ from mlcbuild.errors import StoreError, UsageError, safe_lines
 from mlcbuild.installed import entries
 from mlcbuild.installed.entries import InstalledModel, InstallOptions
 from mlcbuild.installed.resolve import bundles
-from mlcbuild.store.layout import default_root
+from mlcbuild.store.store import default_root
 
 if TYPE_CHECKING:
     from mlcbuild.build.events import Reporter
@@ -84,7 +84,7 @@ def _options(arguments: argparse.Namespace) -> InstallOptions:
 
 
 def _root(arguments: argparse.Namespace) -> Path:
-    return Path(arguments.store).absolute() if arguments.store else Path(default_root())
+    return Path(arguments.store).absolute() if arguments.store else default_root()
 
 
 def _stream(arguments: argparse.Namespace) -> TextIO:

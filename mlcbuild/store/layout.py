@@ -30,13 +30,15 @@ _CLEANED = ("tmp", "locks", "logs", "known", "partial", "unsent", "sent", "recei
 
 def default_root(environ: Mapping[str, str] = os.environ) -> str:
     """Returns the absolute path in $MLCBUILD_STORE, in which ~ stands for the home directory, or the store's
-    path in the user's cache directory on this system."""
-    if chosen := environ.get("MLCBUILD_STORE"):
-        return absolute(os.path.expanduser(chosen))
-    if sys.platform == "darwin":
-        return os.path.expanduser("~/Library/Caches/mlcbuild")
+    path in the user's cache directory on this system; "" if that path starts with a home directory which the
+    system does not know."""
     base = environ.get("XDG_CACHE_HOME", "")
-    return os.path.expanduser(base if os.path.isabs(base) else "~/.cache") + "/mlcbuild"
+    if sys.platform == "darwin":
+        base = "~/Library/Caches"
+    elif not os.path.isabs(base):
+        base = "~/.cache"
+    path = os.path.expanduser(environ.get("MLCBUILD_STORE") or f"{base}/mlcbuild")
+    return "" if path.startswith("~") else absolute(path)
 
 
 def absolute(path: str) -> str:

@@ -89,6 +89,8 @@ def check(arguments: Sequence[str]) -> str | None:
         import fcntl
 
         root = store(arguments)
+        if not root:
+            return None
         path = place(root, arguments)
         texts, numbers = _read(path)
         cas = os.open(f"{root}/cas", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -185,9 +187,9 @@ def inodes(directory: str) -> list[str]:
 
 def store(arguments: Sequence[str]) -> str:
     """Returns the directory of the store that the last option --store of the command line `arguments` names,
-    or of the user's default store. The word after --store counts even if it is another option's value. The
-    wrong directory then has no receipt (the list of what an earlier run depended on), so that the command
-    runs in full."""
+    or of the user's default store; "" if that is below a home directory which the system does not know. The
+    word after --store counts even if it is another option's value. The wrong directory then has no receipt
+    (the list of what an earlier run depended on), so that the command runs in full."""
     named = ""
     for number, word in enumerate(arguments):
         if word == "--store":

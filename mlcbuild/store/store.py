@@ -45,7 +45,7 @@ from pathlib import Path
 from mlcbuild_format import regular
 
 from mlcbuild.canon import Entry, Tree, canonical, file_digest, noted_digest
-from mlcbuild.errors import StepError, StoreError
+from mlcbuild.errors import SetupError, StepError, StoreError
 from mlcbuild.store import layout
 from mlcbuild.store.blobs import Blobs, make_shelf, make_way, restamped
 from mlcbuild.store.links import copy
@@ -62,8 +62,15 @@ FORMAT = "mlcbuild-store/1"
 def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the absolute path of the store: that in $MLCBUILD_STORE, in which ~ stands for the home
     directory and a relative path starts from the current directory, or, if it is not set, one in the user's
-    cache directory."""
-    return Path(layout.default_root(environ))
+    cache directory. Raises SetupError if that path starts with a home directory which the system does not
+    know."""
+    root = layout.default_root(environ)
+    if not root:
+        raise SetupError(
+            "this system knows no home directory for the store: set MLCBUILD_STORE to a directory, or name "
+            "one with --store"
+        )
+    return Path(root)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import errno
 
 import pytest
 
+from mlcbuild.checkpoints import hub
 from mlcbuild.checkpoints.hub_failures import (
     UnreachableError,
     causes,
@@ -95,6 +96,15 @@ def test_failures_of_disks_are_told_from_those_of_networks(code: int, words: str
         failure = disk_failure(shown)
         assert failure is not None and words in failure[1]
     assert disk_failure(OSError("without a number")) is None
+
+
+def test_a_cache_below_a_home_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    # The hub's library expands its default so, and would write to "~" below the current directory.
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    with pytest.raises(SourceError, match=r"^hf://a/b@main: this system knows no home .*; set HF_HOME$"):
+        hub.download(hub.HubSource("a/b"), "config.json")
 
 
 def test_a_circle_of_causes_has_an_end() -> None:

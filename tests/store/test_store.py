@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlcbuild.canon import Entry, Tree, bytes_digest
-from mlcbuild.errors import StepError, StoreError
+from mlcbuild.errors import SetupError, StepError, StoreError
+from mlcbuild.store import receipt
 from mlcbuild.store.links import copy, link_or_copy
 from mlcbuild.store.records import BuildInfo, Measured, Preimage, Record
 from mlcbuild.store.staging import remove_tree
@@ -336,6 +338,17 @@ def test_where_the_store_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert default_root({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache" / "mlcbuild"
     monkeypatch.setattr(sys, "platform", "darwin")
     assert default_root({}) == Path.home() / "Library" / "Caches" / "mlcbuild"
+
+
+def test_a_store_below_a_home_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container whose user has no name
+    for variables in ({}, {"MLCBUILD_STORE": "~/store"}):
+        with pytest.raises(SetupError, match=r"knows no home .*: set MLCBUILD_STORE to a directory"):
+            default_root(variables)
+    monkeypatch.delenv("MLCBUILD_STORE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert receipt.check(["run", "recipe.yaml"]) is None
 
 
 def test_log_names_stay_below_the_store(store: Store) -> None:
