@@ -58,16 +58,19 @@ def is_right(public: str, signature: bytes, message: bytes) -> bool:
     return True
 
 
-def default_path(environ: Mapping[str, str] = os.environ) -> Path:
+def default_path(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Returns the path of the file with the user's signing key: $MLCBUILD_KEY as an absolute path or, if it
-    is not set, mlcbuild/key.pem in the user's configuration directory on this system. The file need not
-    exist. environ: name of an environment variable -> value."""
+    is not set, mlcbuild/key.pem in the user's configuration directory on this system; None if that is below a
+    home directory which the system does not know. The file need not exist. environ: name of an environment
+    variable -> value."""
     if chosen := environ.get("MLCBUILD_KEY"):
         return _expanded(chosen).absolute()
-    if sys.platform == "darwin":
-        return _expanded("~/Library/Application Support/mlcbuild/key.pem")
     base = Path(environ.get("XDG_CONFIG_HOME", ""))
-    return (base if base.is_absolute() else _expanded("~/.config")) / "mlcbuild" / "key.pem"
+    if sys.platform == "darwin":
+        base = _expanded("~/Library/Application Support")
+    elif not base.is_absolute():
+        base = _expanded("~/.config")
+    return base / "mlcbuild" / "key.pem" if base.is_absolute() else None
 
 
 def _expanded(path: str) -> Path:
@@ -119,6 +122,21 @@ def load(path: Path) -> Signer | None:
     if not isinstance(private, Ed25519PrivateKey):
         raise UsageError(f"{path}: it holds no ed25519 key in PEM form; `mlcbuild keys new` creates one")
     return _signer(private)
+
+
+def load_own(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Signer | None:
+    """Reads and returns the key with which this user signs: the one in the file `path` or, for None, in the
+    one that `default_path` returns. Returns None, so that nothing is signed, if the user has no key. Raises
+    UsageError, as `load` does, and if the file is missing although `path` or $MLCBUILD_KEY names it: a key
+    that is misspelled, or not mounted, would leave results unsigned.
+
+    environ: name of an environment variable -> value."""
+    file = path or default_path(environ)
+    signer = load(file) if file else None
+    if signer is None and (path or environ.get("MLCBUILD_KEY")):
+        named = "" if path else ", although MLCBUILD_KEY names it"
+        raise UsageError(f"{file}: there is no key{named}; `mlcbuild keys new` creates one")
+    return signer
 
 
 def _signer(private: Ed25519PrivateKey) -> Signer:

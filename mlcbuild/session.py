@@ -85,7 +85,7 @@ def open(
     directory in the user's cache. remotes: shared caches, as URLs or `Remote` objects, that replace those of
     the recipe; () for none. settings: variable name -> value for the recipe's vars. allow_outside: True if
     paths may leave the project. key: file with the private key that signs records and provenance; by default
-    $MLCBUILD_KEY or the user's.
+    $MLCBUILD_KEY or, if it exists, the user's.
 
     Raises InputError with all problems of the recipe, the models and the lock; UsageError for sources that
     are not locked, and for URLs that name no remote cache; StoreError for a store of another format.
@@ -120,7 +120,7 @@ class Session:
     store: Store
     """The store of built files. Methods use other Stores of its directory, so that threads share no state."""
     key: Path | None = None
-    """Path of the signing key; None: $MLCBUILD_KEY or the user's. If it is missing, nothing is signed."""
+    """Path of the signing key; None: $MLCBUILD_KEY or, if it exists, the user's."""
 
     @property
     def recipe(self) -> Recipe:
@@ -368,7 +368,7 @@ class Session:
         return remotes
 
     def _signer(self) -> Signer | None:
-        return keyfile.load(self.key or keyfile.default_path())
+        return keyfile.load_own(self.key)
 
     def _sharing(self, store: Store) -> Sharing:
         from mlcbuild.remotes.link import Link

@@ -78,7 +78,7 @@ class Cluster:
 
     def _run(self, command: list[str], name: str) -> Process:
         module, *arguments = command
-        environment = {**os.environ, **QUIET, "MLCBUILD_KEY": str(self.place / "no.key")}
+        environment = {**os.environ, **QUIET, "XDG_CONFIG_HOME": str(self.place / "no-config")}
         with (self.place / f"{name}.txt").open("wb") as output:
             process = SERVER.start(module, arguments, ROOT, environment, output)
         self.processes.append(process)

@@ -134,7 +134,7 @@ def _command(
 ) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
     # The key of the user who runs the tests must not be used.
-    environment |= {"MLCBUILD_KEY": str(store / "no-key.pem"), **(variables or {})}
+    environment |= {"XDG_CONFIG_HOME": str(store / "no-config"), **(variables or {})}
     environment |= {"MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])}
     return COMMANDS.run(module, [str(argument) for argument in arguments], cwd, environment)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pwd
 import resource
@@ -12,8 +13,11 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
-from mlcbuild import keyfile
+from mlcbuild import keyfile, session
+from mlcbuild.build.cluster import Address, worker_process
+from mlcbuild.cli.store_verbs import keys
 from mlcbuild.errors import UsageError
+from tests import product
 
 
 def test_a_key_is_written_once_and_only_for_its_owner(tmp_path: Path) -> None:
@@ -96,8 +100,31 @@ def test_where_a_key_lies() -> None:
 def test_a_home_that_is_not_known_holds_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container whose user has no name
-    assert keyfile.load(keyfile.default_path({})) is None
-    assert keyfile.load(keyfile.default_path({"MLCBUILD_KEY": "~nobody-of-this-name/key.pem"})) is None
+    assert keyfile.default_path({}) is None
+    assert keyfile.load_own(environ={}) is None
+    monkeypatch.delenv("MLCBUILD_KEY", raising=False)
+    with pytest.raises(UsageError, match=r"mlcbuild keys: this system knows no home .* with --file$"):
+        keys(argparse.Namespace(file=None, action="new"))
+
+
+def test_a_key_that_is_named_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a key that was misspelled, or not mounted in a container, leaves no result unsigned."""
+    nothing = tmp_path / "nothing.pem"
+    fault = f"^{nothing}: there is no key, although MLCBUILD_KEY names it; `mlcbuild keys new` creates one$"
+    with pytest.raises(UsageError, match=fault):
+        keyfile.load_own(environ={"MLCBUILD_KEY": str(nothing)})
+    with pytest.raises(UsageError, match=r"~nobody-of-this-name/key\.pem: there is no key, although"):
+        keyfile.load_own(environ={"MLCBUILD_KEY": "~nobody-of-this-name/key.pem"})
+    with pytest.raises(UsageError, match=f"^{nothing}: there is no key; `mlcbuild keys new` creates one$"):
+        keyfile.load_own(nothing)
+    assert keyfile.load_own(environ={"XDG_CONFIG_HOME": str(tmp_path)}) is None
+    monkeypatch.setenv("MLCBUILD_KEY", str(nothing))
+    product.make(tmp_path, 1, ("q0f32",), ("x86-64-v2",))
+    opened = session.open(tmp_path / "recipe.yaml", store=tmp_path / "store")
+    with pytest.raises(UsageError, match=fault):
+        opened.run()
+    with pytest.raises(UsageError, match=fault):
+        worker_process.serve(Address("127.0.0.1:1"), opened.store, worker_process.Offer("w", 1, 1, {}), print)
 
 
 def test_a_disk_that_is_full_leaves_no_file(tmp_path: Path) -> None:

@@ -211,7 +211,6 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.cli.receipts": BY_COMMAND,
     "mlcbuild.cli.recipes": BY_COMMAND,
     "mlcbuild.cli.store_access": BY_COMMAND,
-    "mlcbuild.cli.store_verbs": BY_COMMAND,
     "mlcbuild.compiler.cpu.kernels.amx": KERNELS,
     "mlcbuild.compiler.cpu.kernels.amx_weights": KERNELS,
     "mlcbuild.compiler.cpu.kernels.attention_amx": KERNELS,

@@ -21,8 +21,9 @@ from mlcbuild.targets.backends import backend
 def worker(arguments: argparse.Namespace) -> int:
     """Runs the verb `worker`: joins a cluster and runs its steps until this process is stopped. Returns 0
     after SIGTERM, 130 after SIGINT, 1 after the cluster's scheduler has ended. Raises SetupError when dask is
-    missing or no scheduler answers, UsageError for a malformed address or label or an incomplete directory of
-    certificates, StoreError when the store cannot be used."""
+    missing or no scheduler answers, UsageError for a malformed address or label, an incomplete directory of
+    certificates, or a signing key that cannot be read or is missing though $MLCBUILD_KEY names it, StoreError
+    when the store cannot be used."""
     from mlcbuild.build.cluster import worker_process
 
     address = cluster.address(arguments.scheduler, arguments.tls or os.environ.get("MLCBUILD_TLS"))

@@ -118,9 +118,8 @@ def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
     recipe, sources, program files, linkers.
     """
     recipe = pipeline.recipe
-    yield from map(
-        str, (recipe.path.absolute(), recipe.lock, keyfile.default_path(), store.root / "store.json")
-    )
+    files = (recipe.path.absolute(), recipe.lock, keyfile.default_path(), store.root / "store.json")
+    yield from map(str, filter(None, files))
     yield from (
         str(source.path)
         for item in recipe.models.values()

@@ -28,6 +28,10 @@ def keys(arguments: argparse.Namespace) -> int:
     `keys show` reads it; both print its public half. Raises UsageError if there is no key to show or it
     cannot be read, and for `new` if the file exists or cannot be written."""
     path = Path(arguments.file) if arguments.file else keyfile.default_path()
+    if path is None:
+        raise UsageError(
+            "mlcbuild keys: this system knows no home directory: name the key's file with --file"
+        )
     if arguments.action == "new":
         signer = keyfile.create(path)
     else:
@@ -82,7 +86,7 @@ def push(arguments: argparse.Namespace) -> int:
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
     if recipe is None:
-        signer = keyfile.load(keyfile.default_path())
+        signer = keyfile.load_own()
         pushed = replication.push(store, replication.stored(store), _remotes(arguments, urls), signer)
     else:
         pushed = _over(arguments, urls).push(Selection(tuple(arguments.only)))
@@ -174,7 +178,7 @@ def export(arguments: argparse.Namespace) -> int:
     arguments.recipe = recipe[0] if recipe else None
     chosen = Selection(tuple(arguments.only))
     records = open_session(arguments, ()).records(chosen) if recipe else replication.stored(store)
-    moved = archive.write(store, records, Path(path), keyfile.load(keyfile.default_path()))
+    moved = archive.write(store, records, Path(path), keyfile.load_own())
     print(f"{path}: {moved.records} records and {moved.blobs} files, {sizes.show(moved.bytes)}")
     return 0
 

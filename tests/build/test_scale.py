@@ -52,7 +52,7 @@ def test_costs_are_linear(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
-    monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "no-key.pem"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
     # Younger files are read again and get no receipt. Here all count as young, so that counts do not vary.
     monkeypatch.setattr("mlcbuild.store.stamp.RACY_NS", 10**18)
     product.replace_work(monkeypatch.setattr)

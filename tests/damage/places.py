@@ -49,7 +49,7 @@ class Place:
         self, module: str, *words: str | Path, before: Sequence[str] = ()
     ) -> subprocess.CompletedProcess[str]:
         variables = {"MLCBUILD_STORE": str(self.store), "PYTHONPATH": str(ROOT), "HOME": str(self.root)}
-        variables["MLCBUILD_KEY"] = str(self.root / "no-key.pem")
+        variables["XDG_CONFIG_HOME"] = str(self.root / "no-config")
         arguments = [str(word) for word in words]
         if self.separate or before:
             environment = {**os.environ, **variables}

@@ -35,7 +35,8 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     steps' real actions are replaced by ones that write a few bytes. Every file counts as old enough for a
     receipt."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "key.pem"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "config" / "mlcbuild").mkdir(parents=True)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.setattr(stamp, "RACY_NS", 0)
@@ -144,7 +145,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a new file of a model": lambda root: (root / "models/m000/tokenizer_config.json").write_text("{}"),
     "a model is gone": lambda root: shutil.rmtree(root / "models/m000"),
     "a lock file": lambda root: (root / "recipe.lock").touch(),
-    "a key to sign with": lambda root: (root / "key.pem").touch(),
+    "a key to sign with": lambda root: (root / "config" / "mlcbuild" / "key.pem").touch(),
     "a linker that comes first": lambda root: program(root / "bin/ld"),
     "the store's format": lambda root: (root / "store/store.json").write_text("{}"),
     "the logs of runs are gone": lambda root: shutil.rmtree(root / "store/runs"),
@@ -304,7 +305,7 @@ def test_a_change_of_the_program_leads_to_an_ordinary_run(tmp_path: Path) -> Non
     copy_source(source)
     product.make(work, 1, ("q0f32",), ("aarch64-linux",))
     paths = [str(path) for path in (source, source / "runtime", ROOT)]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MLCBUILD_KEY": "no-key.pem"}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XDG_CONFIG_HOME": "/no-config"}
 
     def python(*arguments: str) -> int:
         return subprocess.run([sys.executable, *arguments], cwd=work, env=variables, check=False).returncode

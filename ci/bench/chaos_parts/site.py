@@ -91,7 +91,7 @@ class Site:
         process. Its standard output and standard error go to one pipe, `stdout`. arguments: the command;
         extra: further environment variables."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
-        environment |= {"MLCBUILD_STORE": str(self.store), "MLCBUILD_KEY": str(self.place / "none.pem")}
+        environment |= {"MLCBUILD_STORE": str(self.store), "XDG_CONFIG_HOME": str(self.place)}
         return subprocess.Popen(
             [sys.executable, "-m", "mlcbuild", *arguments],
             cwd=self.place,

@@ -365,11 +365,11 @@ class Archives(Files):
 def built(place: Path) -> tuple[Path, Path]:
     """Returns (path of a store with the results of a small recipe's steps, path of the recipe), both in the
     directory `place`. They are created at the first call for a directory, with actions that cost nothing in
-    place of the steps' own. Each call also sets the environment variables MLCBUILD_STORE and MLCBUILD_KEY to
-    paths in `place`.
+    place of the steps' own. Each call also sets the environment variables MLCBUILD_STORE and
+    XDG_CONFIG_HOME to paths in `place`.
     """
     store = place / "store"
-    os.environ["MLCBUILD_STORE"], os.environ["MLCBUILD_KEY"] = str(store), str(place / "no-key.pem")
+    os.environ["MLCBUILD_STORE"], os.environ["XDG_CONFIG_HOME"] = str(store), str(place)
     recipe = place / "recipe.yaml"
     if not recipe.exists():
         product.make(place, 2, ("q4f16_1", "q0f32"), ("x86-64-v3",))

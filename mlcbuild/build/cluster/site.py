@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlcbuild import keyfile
 from mlcbuild.build.cluster.wire import TOPIC, Answer, Order, OrderInput
 from mlcbuild.build.events import StepProgress
 from mlcbuild.build.executors import Pool
 from mlcbuild.build.worker import Job, JobInput, Outcome
 from mlcbuild.canon import Entry, module_path, source_digest
 from mlcbuild.errors import MlcbuildError, RemoteError, StepError
+from mlcbuild.keyfile import Signer
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.remotes.transport import CancelledError
@@ -57,6 +57,8 @@ class Site:
     name: str
     store: Store
     staging: StagingArea
+    signer: Signer | None = None
+    """The key that signs the records which this cluster worker uploads, if it has one."""
     stopping: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
     """Event that is set once the scheduler has been informed that this worker leaves the cluster."""
@@ -152,7 +154,7 @@ class _Attempt:
         """Event that is set when the run cancels this step; downloads and uploads for the step then stop,
         too."""
         self._ended = threading.Event()
-        links = [Link(remote, keyfile.load(keyfile.default_path())) for remote in order.remotes]
+        links = [Link(remote, site.signer) for remote in order.remotes]
         self._sharing = Sharing(site.store, links)
         self._last_progress = time.monotonic()
         self._sent = 0

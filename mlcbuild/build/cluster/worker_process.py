@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mlcbuild import keyfile
 from mlcbuild.build.cluster import PLENTY, Address, own_label, security
 from mlcbuild.build.cluster.site import LEAVE, Site, sites
 from mlcbuild.errors import SetupError
@@ -58,12 +59,14 @@ def serve(address: Address, store: Store, offer: Offer, log: Callable[[str], Non
     130 after SIGINT, 1 after the scheduler has ended.
 
     log: called with one line for each change of the worker's state. Raises SetupError when dask is missing
-    or no scheduler answers, and StoreError when the store cannot be used.
+    or no scheduler answers, StoreError when the store cannot be used, and UsageError when the user's signing
+    key cannot be read or $MLCBUILD_KEY names a missing one.
     """
     encryption = security(address)
     for name in ("distributed", "distributed.worker", "tornado", "tornado.application"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    site = Site(offer.name, store, store.staging())
+    signer = keyfile.load_own()
+    site = Site(offer.name, store, store.staging(), signer)
     sites[:] = [site]
     try:
         return asyncio.run(_serve(address, site, offer, encryption, log))
