@@ -1,4 +1,6 @@
-"""Determines the cores and memory of this machine that build steps can use."""
+"""Determines what build steps can use of this machine: the number of cores, by CPU affinity but without
+regard to a container's CPU quota, and the bytes of memory, within a container's limit. Also names the kind of
+machine, by which measured speeds are stored and steps assigned to the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from mlcbuild_format import memory as memory_of_machine
 
 def cores() -> int:
     """Returns the number of logical CPUs on which this process may run, by its CPU affinity on Linux, all of
-    the machine elsewhere. A CPU quota of a container is not considered."""
+    the machine elsewhere; 1 if the system does not report it. A CPU quota of a container is not considered.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -21,13 +24,13 @@ def cores() -> int:
 
 def memory() -> int:
     """Returns the number of bytes of memory that all running build steps may use together: nine tenths of the
-    machine's memory, or of the container's."""
+    machine's memory, or of the container's limit if that is smaller."""
     return memory_of_machine.available() * 9 // 10
 
 
 def kind() -> str:
     """Returns the processor of this machine and the number of logical CPUs that this process may use, such as
-    "Some Processor, 8 cores". Machines with equal text count as equally fast."""
+    "Some Processor, 8 cores". GPUs do not count. Machines with equal text count as equally fast."""
     return f"{_processor()}, {cores()} cores"
 
 

@@ -137,8 +137,9 @@ def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tup
 
 
 def normalized(reference: Reference, x: Array) -> Array:
-    """Returns the residual stream [n, hidden] of the last layer, normalized by the model's final norm. Raises
-    CheckpointError if the norm's weights are missing or misshapen."""
+    """Applies only the model's final norm to `x`, the residual stream [n, hidden] of n tokens after the last
+    layer, and returns the result, [n, hidden]. Raises CheckpointError if the norm's weights are missing or
+    misshapen."""
     last: Array = blocks.norm(reference.config.norm, x, _Checked.of(reference), "norm")
     return last
 
@@ -149,9 +150,9 @@ def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def head(reference: Reference, states: Array) -> Array:
-    """Returns logits [n, vocab] for hidden states [n, hidden] that the final norm has normalized; they are
-    scaled and soft-capped if the model's config says so. Raises CheckpointError for weights that are missing
-    or misshapen."""
+    """Returns logits [n, vocab] for the hidden states [n, hidden] of n tokens, which the final norm has
+    normalized; the logits are scaled and soft-capped if the model's config says so. Raises CheckpointError
+    for weights that are missing or misshapen."""
     config = reference.config
     name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
     shapes = {name: (config.vocab_size, config.hidden_size), "lm_head.bias": (config.vocab_size,)}

@@ -51,7 +51,9 @@ class ComputedTensor(Tensor):
     in place of rows, and return each column as a row.
     """
     note: str = ""
-    """A remark for the log on how the tensor's values were interpreted; "" if there is none."""
+    """A remark for the log on how the stored bytes of a quantized tensor were read, such as whether zero
+    points are stored minus 1, or that no format below float32 holds its values exactly; "" if there is none.
+    """
 
 
 class RowReader(Protocol):
@@ -78,7 +80,8 @@ class RowReader(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """The planned contents of one weights file of a bundle."""
+    """The planned name and contents (header and places of tensors, without their values) of one weights file
+    of a bundle."""
 
     name: str
     file: NewFile

@@ -1,5 +1,5 @@
-"""Chooses the quantization scheme of a checkpoint for which the user named none: by its number of parameters
-and this machine."""
+"""Chooses the quantization scheme of a checkpoint for which the user named none: by its number of parameters,
+and by the processor and memory of this machine."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from mlcbuild.models.parsing import parse
 
 SMALL = 1_000_000_000
 """Number of parameters below which a model gets more than 4 bits per weight: of 8, 6 and 5 (only 8 without
-int8 products), the most with which its weights fit into half of the memory that steps may use, or else 4. The
-perplexity of SmolLM2-135M, 19.52 in float32, is 19.46 in q8a8_1, 19.86 in q6a8_2 (1.7 percent more), 19.95 in
-q5a8_2 (2.2) and 20.48 in q4a8_2 (4.9, the first beyond 3) (`ci/bench/accuracy --smollm2`)."""
+int8 products), the most with which its weights fit into half of the memory that build steps may use, or else
+4. The perplexity of SmolLM2-135M, 19.52 in float32, is 19.46 in q8a8_1, 19.86 in q6a8_2 (1.7 percent more),
+19.95 in q5a8_2 (2.2) and 20.48 in q4a8_2 (4.9, the first beyond 3) (`ci/bench/accuracy --smollm2`)."""
 _PART_OF_MEMORY = 0.5
-"""Maximum fraction, for weights, of the memory that steps may use (nine tenths of the machine's); the rest is
-for the KV cache and for other programs.
-"""
+"""Maximum fraction, for a model's weights, of the memory that build steps may use (nine tenths of the
+machine's). A quantization scheme with which they exceed it is not chosen, except that of 4 bits, the
+smallest. The rest is for the KV cache and for other programs."""
 _BYTES = {8: 1.07, 6: 0.83, 5: 0.71, 4: 0.58}
 """Bits of a quantized weight -> bytes of storage per weight, scales included."""
 _MARKS = {"F32": 32.0, "F16": 16.0, "Q8": 8.5, "Q6": 6.6, "Q3": 3.9, "Q2": 3.2}
-"""Text in the name of a GGUF file, in upper case -> bits of storage per weight, scales included. The first of
-this table that occurs in the name counts."""
+"""Text in the name of a GGUF file, in upper case -> bits of storage per weight, scales included, by which the
+number of parameters is estimated from the file's size. The first of this table that occurs in the name
+counts."""
 _USUAL_BITS = 5.0
 """Bits per weight, scales included, that are assumed for a GGUF file whose name states no type: most such
 files have types of 4 or 5 bits."""
@@ -34,7 +35,7 @@ files have types of 4 or 5 bits."""
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """A quantization scheme and why it was chosen."""
+    """The name of a quantization scheme, such as "q4a8_2", and the reason why it was chosen."""
 
     scheme: str
     reason: str
@@ -44,13 +45,13 @@ class SchemeChoice:
 
 def choose_scheme(words: str, count: int | None = None, memory: int | None = None) -> SchemeChoice:
     """Chooses the quantization scheme for a model if the user named none, and returns its name with the
-    reason. It has 4 bits per weight, or more for a model of less than a billion parameters: as many, up to 8,
-    as fit into half of the memory. If the number of parameters is unknown, or nothing fits, it has 4 bits.
+    reason. The scheme has 4 bits per weight, or more for a model of less than a billion parameters: as many,
+    up to 8, as let the weights fit into half of the memory. If the number of parameters is unknown, or
+    nothing fits, it has 4 bits.
 
     words: triple, processor and features of the machine, separated by spaces. count: number of the model's
     parameters; None if it is unknown. memory: bytes for weights and everything else; None: nine tenths of
-    this machine's.
-    """
+    this machine's."""
     by_bits = _schemes(words)
     four, eight = by_bits[4], by_bits[8]
     if count is None:

@@ -273,8 +273,9 @@ def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Pie
 
 
 def _whole(family: Family, param: Param, tensor: str) -> Piece:
-    """Returns the description (Piece) of the one checkpoint tensor that holds a whole parameter, with its
-    order of rows or columns if that differs from the parameter's."""
+    """Returns the description (Piece) of the checkpoint's tensor `tensor`, which the caller knows to hold the
+    whole parameter `param`: its name, its number of rows and, where the tensor differs from the parameter,
+    that it is stored transposed, and the order of its columns."""
     kind, count = param.name.split(".", 2)[-1], param.shape[0]
     columns: tuple[Range, ...] = ()
     if family.tensors.alternating and kind.startswith("mlp.experts.gate_up."):
@@ -315,8 +316,7 @@ def latent_pieces(
 ) -> tuple[Piece, ...]:
     """Returns the descriptions `pieces` of the checkpoint's tensors that hold a parameter of latent
     attention, with the ranges of rows that belong to it added, in the parameter's order. kind: name of the
-    parameter in its layer. interleaved: True if rotated dimensions form pairs of neighbours in the tensors.
-    """
+    parameter in its layer. interleaved: True if rotated dimensions are stored as pairs of neighbours."""
     both = mixer.head_dim + mixer.value_dim
     if kind == "attn.k_b.weight":
         rows, take = mixer.heads * mixer.latent, ((0, mixer.head_dim, 1),)
@@ -352,9 +352,9 @@ def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | N
 
 def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """Returns the attention window of each layer, in tokens; None for a layer without one. fields: the reader
-    of config.json, in which layer_types lists the kinds of layers. A wrong list adds an error message to it,
-    and so does a `window` of None (off) if a layer has the kind "sliding_attention"; no layer has a window
-    then. kinds: the kind of each layer, "full_attention" or "sliding_attention", which applies if
+    of config.json, in which layer_types lists the kinds of layers. A wrong list adds an error message to
+    `fields`, and so does a `window` of None (off) if a layer has the kind "sliding_attention"; no layer has a
+    window then. kinds: the kind of each layer, "full_attention" or "sliding_attention", which applies if
     layer_types is absent. window: tokens of the window."""
     listed, count = fields.get("layer_types"), len(kinds)
     if listed is not None and listed is not ABSENT:
@@ -394,7 +394,7 @@ def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[Lay
 def scaled_embedding(fields: Fields, hidden: int) -> float:
     """Returns sqrt(hidden), by which Gemma's embeddings are multiplied, rounded to the checkpoint's dtype:
     `dtype` (transformers 5) or `torch_dtype` (before) in config.json, float32 if it has neither. A dtype but
-    float32, float16 and bfloat16 adds an error message and counts as float32."""
+    float32, float16 and bfloat16 adds an error message to `fields` and counts as float32."""
     dtype = "torch_dtype" if fields.get("dtype") in (None, ABSENT) else "dtype"
     scale: float = fields.choice(dtype, ROUNDING, "float32")(f32(math.sqrt(hidden)))
     return scale

@@ -1,5 +1,6 @@
-"""Reads the `matrix` section of a recipe: the combinations of model, quantization and target to build.
-Reports entries without any effect."""
+"""Reads the `matrix` section of a recipe: the combinations of model, quantization and target to build, none
+if the recipe defines no valid name for one of these. Unknown or unused names, and entries without any effect,
+are added to the recipe's list of problems, not raised."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mlcbuild.recipe.reading import Reading
 
 LARGEST = 100_000
 """Maximum number of combinations of model, quantization and target that a recipe's matrix may have. More are
-a mistake and would take minutes to plan."""
+a problem of the recipe, since they are a mistake and would take minutes to plan."""
 
 _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targets"}
 
@@ -22,11 +23,10 @@ _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targ
 def read_cells(reading: Reading) -> tuple[Cell, ...]:
     """Returns the combinations of model, quantization and target that a recipe builds. reading: the recipe's
     data and problems; names that are unknown, unused or ambiguous, and `include` and `exclude` entries
-    without effect, become problems of the recipe.
+    without effect, become problems of the recipe. More than 1000 problems raise InputError.
 
     Returns () if a section is too malformed to list its names, if nothing would be built, and if there are
-    too many combinations, or too many pairs of a combination and an `include` entry that applies to it.
-    """
+    too many combinations, or too many pairs of a combination and an `include` entry that applies to it."""
     places = {axis: _places(reading, section) for axis, section in _SECTIONS.items()}
     axes = [_axis(reading, axis, places[axis]) for axis in AXES]
     exclude, include = (_entries(reading, key, places) for key in ("exclude", "include"))

@@ -48,8 +48,9 @@ from mlcbuild.remotes.transport import CHUNK, PAUSES, SLOWEST, TIMEOUT, Body, Pa
 _BUSY = {429, 500, 502, 503, 504}
 _FULL = {413, 507}
 _SENT = 1 << 17
-"""Number of bytes of a request body that are passed to the socket at once, each time within the timeout. A
-much larger block would require a higher rate than the slowest that is allowed."""
+"""Number of bytes of a request body that this client passes to the socket at once, each time within the
+timeout (30 seconds by default). At SLOWEST, the minimum rate of a transfer (16 KiB per second), a much larger
+block would take longer."""
 _SHORT = 1 << 16
 """Maximum number of bytes that are read of an HTTP response of which only the status, or the beginning of the
 body, matters; also the most that is read at once from each of several concurrent transfers."""
@@ -62,10 +63,10 @@ _BROKEN = (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException)
 
 class Client:
     """An HTTP client of one server, https://host:port or http://host:port. Methods are thread-safe. Creating
-    it raises RemoteError if $SSL_CERT_FILE or the proxy in the environment is invalid.
+    it raises RemoteError if $SSL_CERT_FILE or the proxy in the environment is invalid. timeout: maximum
+    seconds for which the server may send nothing, and over which the rate of a transfer is measured.
 
-    Each response must be passed to `body`, `end` or `discard`, which reuse or close its connection.
-    """
+    Each response must be passed to `body`, `end` or `discard`, which reuse or close its connection."""
 
     def __init__(self, address: str, timeout: float = TIMEOUT) -> None:
         self._connections: WeakSet[TimedConnection] = WeakSet()
@@ -158,9 +159,8 @@ class Client:
         return True
 
     def discard(self, response: Response) -> None:
-        """Closes the connection of an HTTP response that was not read to its end, since it cannot be
-        reused.
-        """
+        """Closes the connection of an HTTP response that was not read to its end, since it cannot be reused;
+        that of one read to its end stays open for other requests."""
         response.close()
         response.release_conn()
 
@@ -236,7 +236,7 @@ class _FinalError(RemoteError):
 
 def status_words(status: int, code: str = "") -> str:
     """Returns a description of an unexpected HTTP status and of the server's error code, such as "it is full
-    (status 507)"."""
+    (status 507)". code: "" if the server stated none."""
     words = f"status {status}, {code}" if code else f"status {status}"
     if 300 <= status < 400:
         return f"it redirects clients ({words}): write the final address into the recipe"
@@ -304,7 +304,8 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def _is_of_proxy(error: Exception, proxy: str) -> bool:
-    """Returns True if the proxy, and not the server behind it, caused the error of a request."""
+    """Returns True if the proxy, and not the server behind it, caused the error of a request. proxy: its
+    address, http://host:port."""
     refused = any(re.match("Tunnel connection failed", str(cause)) for cause in _chain(error))
     return refused or isinstance(error, urllib3.exceptions.ProxyError) or getattr(error, "url", None) == proxy
 

@@ -88,7 +88,8 @@ class Sharing:
     def look_up(self, keys: Iterable[str]) -> None:
         """Looks up the step records of many keys in the copies that earlier runs kept, then in the remote
         caches in parallel, and caches the answers for `find`, which looks up one key. A request that fails
-        counts as no record. Keys that were looked up before are not requested again."""
+        counts as no record. Keys that were looked up before, with or without success, are not requested
+        again."""
         asked = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._found |= {key: self._read(key) for key in asked}
         if self.links:
@@ -97,7 +98,8 @@ class Sharing:
     def find(self, key: str) -> RemoteRecord | None:
         """Returns the step record of a key from the copy that an earlier run kept of a remote cache's record,
         else from a remote cache; None if there is none, or if no remote answers. The results that the store
-        itself has are not considered. Later calls return the same answer."""
+        itself has are not considered. This object caches each answer, None too, and does not ask again for
+        this key."""
         if key not in self._found:
             self.look_up([key])
         return self._found[key]
@@ -223,7 +225,7 @@ class Sharing:
     def _ask(self, keys: Iterable[str]) -> None:
         """Requests step records of many keys from the remote caches in other threads, and caches the answers.
         Waits for all of them, in short intervals so that this thread can react to an interrupt; `interrupt`
-        ends the waiting."""
+        ends the waiting, and keys without an answer then count as having no record."""
         questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
         for key, question in questions.items():
             while not question.done() and not self._ended:
@@ -239,9 +241,9 @@ class Sharing:
 
     def _read(self, key: str) -> RemoteRecord | None:
         """Returns the step record with a key, as an earlier run read it from a remote cache and stored it on
-        this machine, and the URL of that remote cache; None if it is missing or damaged, or if other public
-        keys are trusted now, so that it would have to be checked again: the copy
-        has no signature."""
+        this machine, and the URL of that remote cache; None if this copy is missing or damaged, or if other
+        public keys are trusted now, so that the record would have to be checked again: the copy has no
+        signature."""
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
             lines = data.split(b"\n", 2)
@@ -254,9 +256,9 @@ class Sharing:
         return RemoteRecord(record, origin) if origin.isprintable() and is_trusted else None
 
     def _trust(self, origin: str) -> frozenset[str]:
-        """Returns the public keys of which one must have signed a record from a remote cache, by its URL;
-        none if any record is accepted. For a remote that this run does not have, they are the keys of all its
-        remotes."""
+        """Returns the public keys of which one must have signed each record from the remote cache with the
+        URL `origin`; none if any record is accepted. For a remote that this run does not have, they are the
+        keys of all its remotes."""
         links = [link for link in self.links if link.name == origin] or self.links
         return frozenset(key for link in links for key in link.remote.trust)
 

@@ -22,9 +22,8 @@ from mlcbuild.store.stamp import STAMP_NS
 from mlcbuild.store.store import Store
 
 KEPT_RECORDS = 3600.0
-"""Seconds since its last use during which garbage collection keeps a step's record while a build runs. This
-is far longer than the interval at which a run marks the records that it uses.
-"""
+"""Seconds after the last use of a step's record during which garbage collection keeps the record while a
+build runs. This is far longer than the interval at which a run marks the records that it uses."""
 KEPT_BLOBS = 86_400.0
 """Seconds since a file was stored, or stored again (its ctime), during which garbage collection keeps it
 while a build runs although no step record lists it, because its record may be about to be written."""
@@ -32,15 +31,16 @@ while a build runs although no step record lists it, because its record may be a
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of checking all bytes of a store. Messages name the step and file if a step's result lists
-    the damaged file."""
+    """The result of checking all bytes of a store. records: number of step records, damaged ones included;
+    blobs, bytes: number and total size in bytes of the blobs (stored files) that are intact in the end.
+    Messages name the step and file if a step's result lists the damaged file."""
 
     records: int
     blobs: int
     bytes: int
     damaged: tuple[str, ...]
-    """Messages for blobs and step records whose bytes do not match their names, except for those in `mended`.
-    """
+    """Messages for blobs and step records of a store whose bytes do not match their names, except for those
+    in `mended`. They were removed, unless the message says that they cannot be."""
     missing: tuple[str, ...]
     """Messages for files of step results that the store lacks and that were not downloaded again. The steps
     of these results run again."""
@@ -58,7 +58,8 @@ class Verified:
 
 @dataclass(frozen=True)
 class KindStatistics:
-    """Statistics of the steps of one kind; the kind is the part of a step's name before its first "/"."""
+    """Statistics of the steps of one kind, the part of a step's name before its first "/". records: number of
+    their step records; bytes: total size of the files that these records list, in bytes."""
 
     records: int = 0
     bytes: int = 0
@@ -166,9 +167,9 @@ def _place(store: Store, record: Record) -> Path:
 
 
 def _condemn(store: Store, blob: Path) -> int | None:
-    """Removes a path below the store's directory cas/, which stays if the store cannot be written. If another
-    process has meanwhile replaced it by an intact blob, that stays, and its size in bytes is returned; else
-    None."""
+    """Removes a damaged blob, a path below the store's directory cas/; it stays if the store cannot be
+    written. If another process has meanwhile replaced it by an intact blob, that stays, and its size in bytes
+    is returned; else None."""
     with _alone(store) as alone:
         size = _check(blob)
         if alone and size is None:
@@ -242,18 +243,22 @@ class _KeptBlobs:
     recently used one on."""
 
     limit: float
-    """Maximum total size of the blobs in bytes, each counted once; infinite if there is no limit."""
+    """Maximum total size in bytes, each blob counted once, of the blobs of the step records that garbage
+    collection keeps. It removes less recently used records whose blobs would exceed this, unless a running
+    build may use them. Infinite: no limit."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Digest of each blob of the kept records -> its size in bytes."""
     total: int = 0
     is_full: bool = False
-    """True once the blobs of a record exceeded the room that was left. Records used before it then go, too,
-    unless they add no bytes or must be kept."""
+    """True once garbage collection met a record whose blobs alone would fit into the limit of total size, but
+    not into the room left below it. Records used earlier than this one are removed, too, unless they add no
+    bytes or must be kept."""
 
     def keep(self, record: Record, always: bool) -> bool:
-        """Decides whether a record is kept, adds its blobs if it is, and returns True if it is. It is kept if
-        it adds no bytes, or if its blobs fit into the room that is left and so did those of all more recently
-        used records, except those whose blobs alone exceed the limit. always: True to keep it in any case."""
+        """Decides whether garbage collection keeps a record, adds its blobs to those kept if so, and returns
+        True if so. A record is kept if it adds no bytes, or if its blobs fit into the room left below the
+        limit and so did those of all more recently used records, except those whose blobs alone exceed the
+        limit. always: True to keep it in any case."""
         sizes = {digest: size for _, digest, size in record.rows}
         added = sum(size for digest, size in sizes.items() if digest not in self.sizes)
         if added and not always:
@@ -358,7 +363,8 @@ def _entries(root: Path) -> Iterator[Path]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Yields all files below `root`, sorted, so that two reports of one state are equal."""
+    """Yields all files below the directory `root`, sorted, so that two reports of one state are equal; none
+    if it is missing."""
     for directory, names, files in os.walk(root):
         names.sort()
         yield from (Path(directory, name) for name in sorted(files))

@@ -32,8 +32,8 @@ Logits = NDArray[Any]
 
 @dataclass(frozen=True)
 class Reference:
-    """The tokens on which engines are compared, as sequences, and the model's float32 logits after each
-    token."""
+    """The tokens on which engines are compared, as sequences, and for each sequence the model's float32
+    logits after each of its tokens, [tokens, vocabulary]."""
 
     sequences: list[list[int]]
     logits: list[Logits]
@@ -62,10 +62,10 @@ class Loss:
 
 
 def reference(model: Path, text: Path, area: Path) -> Reference:
-    """Returns the first TOKENS tokens of a text, in sequences of SEQUENCE (a last one of a single token is
-    left out), and the float32 logits of a checkpoint (a directory or a GGUF file) after each token. The
-    logits are stored in the directory `area`, and later runs with the same checkpoint path and tokens read
-    them there: changed weights at this path are not noticed."""
+    """Returns the first TOKENS (1200) tokens of a text, all if it has fewer, in sequences of SEQUENCE (400; a
+    last one of a single token is left out), and the float32 logits of a checkpoint (a directory or a GGUF
+    file) after each token. The logits are stored in the directory `area`, and later runs with the same
+    checkpoint path and tokens read them there: changed weights at this path are not noticed."""
     config, tokens = _read(model, text.read_text(encoding="utf-8"))
     tokens = tokens[:TOKENS]
     sequences = [tokens[start : start + SEQUENCE] for start in range(0, len(tokens), SEQUENCE)]

@@ -1,6 +1,5 @@
-"""Emits latent attention (MLA) as calls of kernels. The matrices that expand latents to heads are applied to
-queries and to results instead, so that the KV cache holds latents only.
-"""
+"""Emits latent attention (MLA) as calls of CPU kernels. The matrices that expand latents to heads are applied
+to queries and to results instead, so that the KV cache holds latents only."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ from mlcbuild.models import LatentAttention, RmsNorm
 
 
 def latent_columns(spec: LatentAttention) -> dict[str, int]:
-    """Returns scratch tensor name -> number of float32 columns that one layer's latent attention needs in it;
-    the tensor "qkv" is not included.
-    """
+    """Returns scratch tensor name -> number of float32 columns that the latent attention of one layer needs
+    in it on a CPU; the tensor "qkv" is not included."""
     room = {
         "own": spec.heads * spec.query_dim,
         "token": spec.cached,
@@ -39,10 +37,9 @@ def latent_columns(spec: LatentAttention) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Emits the latent attention (MLA) of one layer: from the layer's input rows, it computes queries, writes
-    the new tokens to the KV cache, and returns attention's result before the output matrix, float32 [n, heads
-    * value_dim].
-    """
+    """Emits the latent attention (MLA) of one layer as calls of CPU kernels: from the layer's input rows, one
+    for each of n tokens, they compute queries, write the new tokens to the KV cache, and compute attention's
+    result before the output matrix, float32 [n, heads * value_dim]."""
 
     parts: Parts
     layer: Layer
@@ -63,10 +60,9 @@ class Latents:
         return spec
 
     def attend(self, source: RowSource, inputs: Sequence[Tensor]) -> Tensor:
-        """Emits latent attention without the output product, and returns its result, float32 [n, heads *
-        value_dim]. The emitted code also writes the new tokens to the KV cache. source: code that computes
-        the input rows from the tensors `inputs`.
-        """
+        """Emits latent attention without the output product, as calls of CPU kernels, and returns its result,
+        float32 [n, heads * value_dim] for n tokens. The emitted code also writes these tokens to the KV
+        cache. source: code that computes the input rows, one for each token, from the tensors `inputs`."""
         spec, n = self.spec, inputs[0].shape[0]
         head_queries = self._own_queries(source, inputs, n)
         tokens = self.product("attn.kv_a", Fusion(source), inputs, self.view("token", n, spec.cached))
@@ -87,9 +83,9 @@ class Latents:
         return _shaped(values, n, spec.heads * spec.value_dim)
 
     def _own_queries(self, source: RowSource, inputs: Sequence[Tensor], n: Expr) -> Tensor:
-        """Emits the products that compute the queries, before rotation, and returns them, float32 [n, heads *
-        query_dim]. source: code that computes the input rows from the tensors `inputs`.
-        """
+        """Emits the products that compute the queries of n tokens, before rotation, and returns them, float32
+        [n, heads * query_dim]. source: code that computes the input rows, one for each token, from the
+        tensors `inputs`."""
         spec, weights = self.spec, self.layer.weights
         out = self.view("own", n, spec.heads * spec.query_dim)
         if not spec.query_latent:
@@ -108,10 +104,9 @@ class Latents:
         It calls the kernel that multiplies tokens with the matrices of their experts; here heads take the
         place of experts.
 
-        name: the parameter that holds the matrices of all heads; x: float32 [n * heads, columns], the
-        vectors; source: describes how the kernel reads a row of x; choices: float32 [n, 2 * heads], in each
-        row the numbers of all heads, then a weight of 1 for each head.
-        """
+        name: the parameter that holds the matrices of all heads; x: float32 [n * heads, columns], the vectors
+        of n tokens; source: describes how the kernel reads a row of x; choices: float32 [n, 2 * heads], in
+        each row the numbers of all heads, then a weight of 1 for each head."""
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None
         heads = self.spec.heads
@@ -120,14 +115,13 @@ class Latents:
         return into(func, [choices, x, *weights], out)
 
     def _append(self, head_queries: Tensor, absorbed: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Emits a call of the kernel that prepares new tokens for latent attention: it rotates queries and
+        """Emits a call of the kernel that prepares n new tokens for latent attention: it rotates queries and
         keys, normalizes latents, and writes each token's latent and shared key to the KV cache. Returns two
         tensors: the queries that attention multiplies with the cached rows, and the changed cache.
 
         head_queries: float32 [n, heads * query_dim], queries before rotation; absorbed: float32 [n, heads *
         latent], the queries times the key matrices, so that they can be multiplied with cached latents;
-        tokens: float32 [n, cached], rows to cache, one for each token, before bias, norm and rotation.
-        """
+        tokens: float32 [n, cached], rows to cache, one for each token, before bias, norm and rotation."""
         spec, layer, parts, batch = self.spec, self.layer, self.parts, self.layer.batch
         bias, weight = layer.weights.get("attn.kv_a.bias", ()), norm_weights(layer.weights, "attn.kv_a_norm")
         norm = parts.norm_of(RmsNorm(spec.eps), spec.latent, weight)

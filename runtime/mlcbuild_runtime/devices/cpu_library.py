@@ -35,8 +35,8 @@ class Library:
     once, since a lookup costs as much as a small call."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Opens the library of the bundle in directory `path`. Raises BundleError if it cannot be loaded, or
-        was built for another bundle.
+        """Opens the library of the bundle in directory `path`. manifest: the bundle's. Raises BundleError if
+        the library cannot be loaded, lacks a function that every step needs, or was built for another bundle.
         """
         self._vm, self._name = _open(path / manifest.library), manifest.library
         self.metadata = library.read_metadata(str(self.function(abi.METADATA)()), manifest)
@@ -46,8 +46,9 @@ class Library:
         self.sample = self.function(abi.SAMPLE)
 
     def function(self, function: abi.Function) -> Callable[..., Any]:
-        """Returns the library's function with the name of `function` in the ABI; its arguments are not
-        checked. Raises BundleError if the library has none of this name."""
+        """Returns the function of this compiled library that has the name of `function`, a description in the
+        ABI. Only the name is compared, not which arguments the library's function takes. Raises BundleError
+        if the library has no function of this name."""
         try:
             handle: Callable[..., Any] = self._vm[function.name]
         except AttributeError:
@@ -71,9 +72,8 @@ class Library:
 
 
 def _open(path: Path) -> tvm_ffi.Module:
-    """Returns TVM's virtual machine for a library, initialised for the CPU. Raises BundleError if it cannot
-    be loaded.
-    """
+    """Returns TVM's virtual machine for the library in the file `path`, initialised for the CPU. Raises
+    BundleError if the library cannot be loaded."""
     try:
         vm: tvm_ffi.Module = tvm_ffi.load_module(str(path))["vm_load_executable"]()
         vm["vm_initialization"](_CPU, 0, _POOLED)
@@ -90,7 +90,7 @@ another package had loaded the runtime already."""
 
 def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
     """Loads the TVM runtime, unless this process has loaded it already, and returns the number of its
-    threads. The first call fixes it, and later ones ignore `threads`: the number is `threads`, or if that is
+    threads. The first call fixes this number, and later ones ignore `threads`: it is `threads`, or if that is
     None $TVM_NUM_THREADS, or else the default, with which the calling thread and threads that it starts later
     stay on one socket. Raises SetupError if the runtime is missing or cannot be loaded, or if TVM_NUM_THREADS
     is not a number of threads; BundleError if the runtime's file is damaged."""

@@ -1,4 +1,5 @@
-"""The middleware of the server: access log, allowed sites, CORS and keys, in the order that requests pass."""
+"""The middleware of the HTTP server, in the order that requests pass: access logs, the check of the Host and
+Origin headers, CORS, and the check of API keys; all but the logs only if the server's rules require them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from mlcbuild_runtime.http.sites import Sites
 
 def stack(access: Access, access_logs: Sequence[tuple[TextIO, Form]]) -> list[Middleware]:
     """Returns the middleware that requests pass on their way to the endpoints, the outermost first: the
-    access logs and, as far as the rules require them, the checks of Host and Origin, CORS, and the check of
-    keys. access_logs: (stream, form of the lines) of each access log."""
+    access logs and, as far as the rules `access` require them, the check of the Host and Origin headers,
+    CORS, and the check of API keys. access_logs: (stream, form of the lines) of each access log."""
     layers = [Middleware(AccessLog, out=out, form=form) for out, form in access_logs]
     if access.hosts is not None:
         layers.append(Middleware(Sites, hosts=access.hosts, origins=access.origins))

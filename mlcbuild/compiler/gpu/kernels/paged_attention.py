@@ -1,10 +1,9 @@
-"""Emits GPU kernels of attention over the paged KV cache for decoding: one workgroup for each row, group of
-heads and split of the keys.
+"""Emits GPU kernels of attention over the paged KV cache for decoding: one workgroup for each row (a token of
+the batch), group of heads and split of the keys.
 
 Softmax is computed online over tiles of keys (Dao et al., FlashAttention, 2022); splits of a long sequence
 are combined by their maxima and sums (Flash-Decoding, 2023). Tiles begin at multiples of their size, and
-splits depend only on a row's length, so that a row's bits do not depend on its batch.
-"""
+splits depend only on a row's length, so that a row's bits do not depend on its batch."""
 
 from __future__ import annotations
 
@@ -52,11 +51,11 @@ class AttentionSpec:
     scale: float
     cap: float | None
     splits: int
-    """Number of workgroups among which decoding attention divides the keys of one row and one group
-    of heads."""
+    """Number of workgroups of a GPU among which decoding attention divides the keys that one row (a token of
+    the batch) attends to, for each group of query heads. A second kernel combines their partial results."""
     alibi: Alibi | None = None
     half_sinks: bool | None = None
-    """True if attention sinks are float16, False if float32; None: there are no sinks."""
+    """True if the model's attention sinks are stored as float16, False if as float32; None: it has none."""
 
     @property
     def group(self) -> int:
@@ -71,14 +70,15 @@ class AttentionSpec:
 
     @property
     def part_columns(self) -> int:
-        """Returns the number of float32 columns in a row of attention's partial results. Several workgroups
-        divide the tokens of a sequence; for each head and workgroup, the row holds a weighted sum of values
-        [value_dim], the maximum of the scores and the sum of the weights.
-        """
+        """Returns the number of float32 columns in a row, that of one token of the batch, of attention's
+        partial results. Several workgroups divide the keys that the token attends to; for each head and
+        workgroup, the row holds a weighted sum of values [value_dim], the maximum of the scores and the sum
+        of the weights."""
         return self.cache.heads * self.splits * (self.cache.value_dim + 2)
 
     def slope(self, head: Value) -> Value | None:
-        """Returns the ALiBi slope of a head, an expression; None if attention has no biases."""
+        """Returns the ALiBi slope of a query head, an expression; None if attention has no biases. head:
+        index of the head, an expression."""
         if self.alibi is None:
             return None
         values = slopes(self.cache.heads, self.alibi)
@@ -99,9 +99,8 @@ class AttentionSpec:
         return scaled + slope * floating(key - position) if self.alibi == "exact" else scaled
 
     def sinks(self, k: KernelBuilder) -> Vector | None:
-        """Declares the kernel's buffer of attention sinks, one number for each of the heads, and returns it;
-        None if the model has none.
-        """
+        """Declares the kernel's buffer of attention sinks, one number for each query head, and returns it;
+        None if the model has none."""
         if self.half_sinks is None:
             return None
         return Vector.declare(k, "sinks", self.cache.heads, self.half_sinks)
@@ -117,9 +116,8 @@ def _bfloat16(value: Value) -> Value:
 
 def attend(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
     """Returns the attention kernel for decoding, in which several workgroups divide the tokens of a sequence.
-    For each row, head and workgroup it writes a partial result to `part` float32 [n, part_columns]: the
-    weighted sum of values, the maximum of the scores and the sum of the weights.
-    """
+    For each row (a token of the batch), head and workgroup it writes a partial result to `part` float32 [n,
+    part_columns]: the weighted sum of values, the maximum of the scores and the sum of the weights."""
     cache, at_once = spec.cache, spec.heads_at_once
     chunks = -(-spec.group // at_once)
     with kernel(name) as k:
@@ -238,9 +236,8 @@ class _HeadGroup:
     ) -> None:
         """Emits the attention scores of a tile of keys for every query head that the workgroup computes; each
         thread computes those of one token, in its registers thread_scores. at: (position of this token,
-        position of the query); visible: condition that the query sees the token; slopes: ALiBi slope of each
-        head.
-        """
+        position of the query); visible: condition that the query sees the token, which otherwise gets the
+        lowest number as its score; slopes: ALiBi slope of each head, or None."""
         cache, (token, position) = self.spec.cache, at
         for g in range(self.count):
             put(self.thread_scores, number(0), g)
@@ -261,8 +258,8 @@ class _HeadGroup:
     def soften(self, g: int, visible: Value) -> None:
         """Emits code that computes the weights exp(score - maximum) of head `g` of the workgroup for a tile
         of keys into `scores`, brings the maximum and the sum of weights up to date, and rescales the weighted
-        sums of values so far. visible: condition that the query sees the thread's token.
-        """
+        sums of values so far. visible: condition that the query sees the thread's token, which otherwise has
+        the weight 0."""
         at = (self.tx, WORKGROUP)
         (tile_largest,) = reduced(self.k, [self.thread_scores[g]], [self.reduced], at, "max")
         largest = bind(T.max(self.state[2 * g], tile_largest))
@@ -311,9 +308,9 @@ class _HeadGroup:
 def combine(name: str, spec: AttentionSpec) -> KernelBuilder:
     """Returns the kernel that combines attention's partial results, which several workgroups have computed
     for parts of a sequence, and writes attention's output y float32 [n, heads * value_dim]. It reads from
-    `part`, for each row, head and part, the weighted sum of values, the maximum of the scores and the sum of
-    the weights. Attention sinks, if the model has them, count in the sum of the weights.
-    """
+    `part`, for each row (one of n tokens), head and part of the sequence, the weighted sum of values, the
+    maximum of the scores and the sum of the weights. Attention sinks, if the model has them, count in the sum
+    of the weights."""
     heads, dim = spec.cache.heads, spec.cache.value_dim
     with kernel(name) as k:
         n = k.size("n")

@@ -1,6 +1,5 @@
-"""Emits GPU kernels that multiply few rows with a stored matrix (GEMV). The bits of a row do not depend on
-the other rows.
-"""
+"""Emits GPU kernels that multiply few rows of x with a stored matrix (GEMV). The bits of a row of the result
+do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -256,8 +255,8 @@ class GemvShape:
 
 
 def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
-    """Returns the kernel y = x W^T for few rows x, with the operations that `spec` fuses with the product. W
-    is stored in the format `spec.form`; a workgroup multiplies up to `rows` rows of x."""
+    """Returns the kernel y = x W^T for few rows of x, with the operations that `spec` fuses with the product.
+    W is stored in the format `spec.form`; a workgroup multiplies up to `rows` rows of x."""
     with kernel(name) as k:
         shape, n = GemvShape.of(k, spec, rows), k.size("n")
         x = RowsOf.declare(k, "x", n, spec.inputs)
@@ -355,10 +354,13 @@ def finish(
     at: tuple[GemvShape, Value],
 ) -> None:
     """Emits code that ends a matrix-vector product y = x W^T: it adds up the partial sums of the threads that
-    share a row of W, and stores the results in y. sums: partial sums of the running thread, an array in
-    registers; norm: the RMSNorm of x whose factor the sums still lack, or None; target: rows and columns of y
-    that are stored, as index expressions; at: (division of the product among threads, index of the thread).
-    """
+    share a row of W, applies the operations fused with the product (bias, gate, activation, row factor,
+    scale, cap), and stores the results in y or adds them to it.
+
+    buffers: the kernel's buffers and these operations; sums: partial sums of the running thread, an array in
+    registers; norm: the norm of x, whose factor the sums still lack if it is an RMSNorm, or None; target:
+    rows and columns of y that are stored, and the first bias, as index expressions; at: (division of the
+    product among threads, index of the thread)."""
     (shape, tx), each, halves = at, len(target.outputs), 2 if buffers.spec.gate else 1
     scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]
     with T.serial(target.count) as index:
