@@ -125,7 +125,7 @@ def test_every_answer_with_an_error_is_counted(engine: Engine, monkeypatch: pyte
         raise ZeroDivisionError
 
     monkeypatch.setattr(engine.tokenizer, "encode", broken)
-    key = {"Authorization": "Bearer one"}
+    key, out = {"Authorization": "Bearer one", "Origin": "http://a"}, io.StringIO()
     requests: list[tuple[str, str, object, dict[str, str]]] = [
         ("GET", "/v1/models", None, key),
         ("GET", "/v1/models", None, {}),
@@ -137,13 +137,16 @@ def test_every_answer_with_an_error_is_counted(engine: Engine, monkeypatch: pyte
     ]
 
     async def talk() -> list[httpx.Response]:
-        app = create_app(engine, Access(keys=("one",)))
+        app = create_app(engine, Access(keys=("one",), origins=("http://a",)), [(out, "json")])
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return [await client.request(m, path, json=body, headers=h) for m, path, body, h in requests]
 
     *answers, metrics = asyncio.run(talk())
     assert [answer.status_code for answer in answers] == [200, 401, 404, 405, 400, 500]
+    defect, line = answers[-1], json.loads(out.getvalue().splitlines()[5])
+    assert (defect.headers["x-request-id"], defect.status_code) == (line["id"], line["status"])
+    assert defect.headers["access-control-allow-origin"] == "http://a"
     lines = [line for line in metrics.text.splitlines() if line.startswith("mlcbuild_errors_total")]
     expected = [f'mlcbuild_errors_total{{status="{status}"}} 1.0' for status in (400, 401, 404, 405, 500)]
     assert sorted(lines) == expected

@@ -8,11 +8,22 @@ from typing import TextIO
 
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.accesslog import AccessLog, Form
 from mlcbuild_runtime.http.keys import Keys
 from mlcbuild_runtime.http.sites import Sites
+
+
+def wrapped(app: ASGIApp, access: Access, access_logs: Sequence[tuple[TextIO, Form]]) -> ASGIApp:
+    """Returns an application that passes requests through the server's middleware to `app`, which handles its
+    exceptions itself. Starlette's own parameter for middleware is not used: its answer to a defect (500)
+    would bypass the middleware, and lack the request's id and the fields of CORS. access: rules for access;
+    access_logs: (stream, form of the lines) of each access log."""
+    for layer in reversed(stack(access, access_logs)):
+        app = layer.cls(app, *layer.args, **layer.kwargs)
+    return app
 
 
 def stack(access: Access, access_logs: Sequence[tuple[TextIO, Form]]) -> list[Middleware]:

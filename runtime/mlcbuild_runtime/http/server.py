@@ -78,12 +78,10 @@ def create_app(
     app = Starlette(
         routes=[*_routes(server, bool(access.keys)), *_others(server)],
         exception_handlers=handlers,
-        middleware=middleware.stack(access, access_logs),
     )
     # A redirect would repeat the host name that the client sent.
     app.router.redirect_slashes = False
-    # The metrics come outermost: Starlette answers defects (500) outside of its middleware.
-    return metrics.counted(app)
+    return metrics.counted(middleware.wrapped(app, access, access_logs))
 
 
 def _others(server: _Server) -> list[Route]:
