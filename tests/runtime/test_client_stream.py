@@ -45,12 +45,6 @@ def test_end_tokens_are_those_of_the_tokenizer_and_of_the_request() -> None:
     assert [token for token in range(8) if text_stream.is_end(token)] == [4]
 
 
-def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    assert stream()[0].deadline is None
-    assert stream(replace(REQUEST, timeout=2.5))[0].deadline == 102.5
-
-
 def test_events_go_to_the_sink_until_the_client_has_gone() -> None:
     text_stream, events = stream()
     assert (text_stream.unsent, text_stream.error) == (0, None)

@@ -130,8 +130,12 @@ def prepared(handling: RequestHandling, body: Mapping[str, Json], seconds: float
         counts = [limiter.borrowed_tokens for limiter in limiters]
         return cast(CompletionJob, (turns.client.get(), *counts, threading.get_ident()))
 
-    engine = cast(Engine, Submitting())
-    return asyncio.run(handling.prepared(request(), prepare, engine, body))
+    async def run() -> object:
+        sender = request()
+        async with handling.body(sender):
+            return await handling.prepared(sender, prepare, cast(Engine, Submitting()), body)
+
+    return asyncio.run(run())
 
 
 FORMAT: Json = {"type": "json_object"}
@@ -169,6 +173,41 @@ def test_a_request_s_time_limit_holds_while_it_is_prepared() -> None:
     assert (caught.value.status, caught.value.code) == (504, "timeout")
 
 
+def test_a_request_has_one_time_limit() -> None:
+    """Checks that the time in which a body arrives, and that of earlier parts of a request for embeddings,
+    count towards the time limit of the rest."""
+    engine, handling = Submitting(), handler(timeout=9.0)
+
+    async def run() -> None:
+        sender = request()
+        async with handling.body(sender):
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            handling.submit(sender, cast(Engine, engine), [EngineRequest((1,))])
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    (deadline,) = {submitted.deadline for submitted in engine.requests}
+    assert deadline is not None and deadline.seconds == 9.0 and deadline.left < 8.98
+
+
+def test_a_load_goes_on_after_the_time_limit() -> None:
+    models, going = Lending(), threading.Event()
+    use, models.use = models.use, lambda name: use(name) if going.wait(9) else None  # type: ignore[method-assign]
+
+    async def run() -> None:
+        handling = handler(models, timeout=0.01)
+        with ExitStack() as stack, pytest.raises(RequestError, match=r"not finished after 0\.01 s"):
+            async with handling.body(request()):
+                await handling.engine({}, stack)
+        going.set()
+        while not models.names or models.users:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+    assert models.is_loaded and not models.users
+
+
 def test_a_model_is_loaded_and_lent_until_the_request_ends() -> None:
     models = Lending()
 
@@ -200,8 +239,8 @@ def submitted(requests: list[EngineRequest], **access: Any) -> Submitting:
     ("most", "wish", "limit"), [(None, None, None), (None, 9, 9), (5, None, 5), (5, 9, 5), (5, 3, 3)]
 )
 def test_an_answer_is_limited(most: int | None, wish: int | None, limit: int | None) -> None:
-    (limited,) = submitted([EngineRequest((1,) * 10, wish)], max_tokens=most, timeout=7.0).requests
-    assert (limited.max_tokens, limited.timeout, limited.prompt) == (limit, 7.0, (1,) * 10)
+    (limited,) = submitted([EngineRequest((1,) * 10, wish)], max_tokens=most).requests
+    assert (limited.max_tokens, limited.prompt) == (limit, (1,) * 10)
 
 
 def test_the_limit_leaves_room_for_the_prompt_and_embeddings_alone() -> None:

@@ -13,7 +13,7 @@ from mlcbuild_runtime.engine import loop
 from mlcbuild_runtime.engine.intake import Intake
 from mlcbuild_runtime.engine.loop import Loop
 from mlcbuild_runtime.engine.pages import Pages
-from mlcbuild_runtime.engine.request import Event, Request, Ticket
+from mlcbuild_runtime.engine.request import Deadline, Event, Request, Ticket
 from mlcbuild_runtime.engine.runner import Runner
 from mlcbuild_runtime.engine.scheduler import Schedule
 from mlcbuild_runtime.engine.sequence import Sequence
@@ -151,7 +151,7 @@ def test_a_cancelled_request_gets_no_further_event(engine: Engine) -> None:
 
 
 def test_a_deadline_ends_a_request_wherever_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, _ = engine.submit([3, 4, 5], 200, timeout=0.0)
+    events, _ = engine.submit([3, 4, 5], 200, deadline=Deadline.after(0.0))
     time.sleep(0.01)
     engine.run()
     (event,) = events

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlcbuild_format.errors import EngineError
-from mlcbuild_runtime.engine.request import Event, Ticket, late
+from mlcbuild_runtime.engine.request import Deadline, Event, Ticket
 
 
 def ticket(window: int | None) -> tuple[Ticket, list[None]]:
@@ -57,7 +57,7 @@ def test_the_last_event_has_a_finish_or_an_error() -> None:
 
 
 def test_a_timeout_is_a_504_that_names_the_seconds() -> None:
-    error = late(1.5)
+    error = Deadline.after(1.5).error()
     assert (str(error), error.status, error.code) == (
         "the request was not finished after 1.5 s: send a shorter one, or raise --timeout",
         504,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from mlcbuild_format.errors import RequestError
 from mlcbuild_runtime.engine.engine import Engine
-from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.engine.request import Deadline, Event, Request
 from mlcbuild_runtime.executor.batch import ModelStep
 from mlcbuild_runtime.executor.executor import Executor, StepOutput
 from mlcbuild_runtime.executor.sampling_params import Sampling, SamplingRow
@@ -237,8 +237,8 @@ def test_time_runs_out_for_running_waiting_and_resting(toy_bundle: Path) -> None
     engine = start(toy_bundle, max_batch=1)
     try:
         resting: SimpleQueue[Event] = SimpleQueue()
-        engine.submit(Request((1,), 200, GREEDY, timeout=0.15), resting.put, window=2)
-        late = [ask(engine, Request((i,), 200, GREEDY, timeout=1e-9)) for i in range(3)]
+        engine.submit(Request((1,), 200, GREEDY, deadline=Deadline.after(0.15)), resting.put, window=2)
+        late = [ask(engine, Request((i,), 200, GREEDY, deadline=Deadline.after(1e-9))) for i in range(3)]
         for events in [*late, resting]:
             error = drain(events)[-1].error
             assert isinstance(error, RequestError)

@@ -1,5 +1,5 @@
-"""The client's side of a sequence: the text made of its tokens, the deadline, the times, and the ticket with
-which the client cancels the request or, by leaving events unread, pauses it."""
+"""The client's side of a sequence: the text made of its tokens, the times, and the ticket with which the
+client cancels the request or, by leaving events unread, pauses it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ class ClientStream:
     def __init__(
         self, request: Request, sink: Sink, ticket: Ticket, tokenizer: Tokenizer, ignore_eos: bool
     ) -> None:
-        """Creates the text stream, the deadline and the stopwatch of one answer. request: what the client
+        """Creates the text stream and the stopwatch of one answer. request: what the client
         requested; sink: function that receives the answer's events; ticket: handle with which the client
         cancels or pauses the request; ignore_eos: True if end-of-sequence tokens do not end the answer."""
         self.ticket, self.eos = ticket, tokenizer.eos
         self._ends = (frozenset[int]() if ignore_eos else tokenizer.eos) | set(request.stop_tokens)
-        self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
         self.stopwatch = Stopwatch()
         self.unsent = 0
         """Number of tokens at the end of the answer whose events are not delivered to the client yet."""

@@ -19,7 +19,6 @@ from mlcbuild_format.errors import EngineError
 from mlcbuild_runtime.engine.delivery import Part
 from mlcbuild_runtime.engine.intake import Intake
 from mlcbuild_runtime.engine.prompt_turns import TurnLength
-from mlcbuild_runtime.engine.request import late
 from mlcbuild_runtime.engine.runner import Runner
 from mlcbuild_runtime.engine.sequence import Sequence
 
@@ -92,12 +91,12 @@ class Loop:
     def _drop(self) -> None:
         """Ends requests that were cancelled, without an event, and those whose deadline has passed, with an
         error event (status 504)."""
-        now = time.monotonic()
         for sequence in [*self._schedule.active, *self._schedule.waiting]:
+            deadline = sequence.request.deadline
             if sequence.client.ticket.cancelled:
                 self._delivery.cancel(sequence)
-            elif sequence.client.deadline is not None and now > sequence.client.deadline:
-                self._delivery.end(sequence, sequence.failure(late(sequence.request.timeout)))
+            elif deadline is not None and deadline.left < 0:
+                self._delivery.end(sequence, sequence.failure(deadline.error()))
 
     def _prefill(self) -> None:
         """Computes some more tokens of the prompts that are not computed yet: as many as the engine may

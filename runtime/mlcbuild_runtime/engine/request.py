@@ -3,6 +3,7 @@ clients cancel or pause their requests."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -15,6 +16,33 @@ from mlcbuild_runtime.engine.pooling import Floats
 from mlcbuild_runtime.executor.sampling_params import Logprob, Sampling, Score
 
 Finish = Literal["stop", "length"]
+
+
+class Deadline(NamedTuple):
+    """The time limit of a request."""
+
+    moment: float
+    """Time, as time.monotonic returns it, in seconds, until which the request must be finished."""
+    seconds: float
+    """The time limit that ends at this moment, in seconds from the request's arrival; for error messages."""
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Returns the time limit of a request that arrives now."""
+        return cls(time.monotonic() + seconds, seconds)
+
+    @property
+    def left(self) -> float:
+        """Returns the seconds that remain until the time limit; negative once it has passed."""
+        return self.moment - time.monotonic()
+
+    def error(self) -> RequestError:
+        """Returns the error (code "timeout", status 504) of a request that is not finished in time."""
+        return RequestError(
+            f"the request was not finished after {self.seconds:g} s: send a shorter one, or raise --timeout",
+            code="timeout",
+            status=504,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,9 +83,8 @@ class Request:
     pooling: Pooling | None = None
     """How the prompt's hidden states are pooled into an embedding, which is the answer: "last" takes that of
     the last token, "mean" the average; None for answers of text."""
-    timeout: float | None = None
-    """Seconds after submission at which the request ends with an error (status 504); None: it has no time
-    limit."""
+    deadline: Deadline | None = None
+    """Time limit at which the request ends with an error (status 504); None: it has none."""
     continues: bool = False
     """True if the request is a later part of a client's request that the server has begun to answer. A server
     that is stopping refuses new requests, and still accepts such parts."""
@@ -195,13 +222,3 @@ class State(Work):
     """Number of KV cache pages in the prefix cache, idle or in use."""
     pages: int
     alive: bool
-
-
-def late(timeout: float | None) -> RequestError:
-    """Returns the error (code "timeout", status 504) of a request that is not finished after `timeout`
-    seconds."""
-    return RequestError(
-        f"the request was not finished after {timeout:g} s: send a shorter one, or raise --timeout",
-        code="timeout",
-        status=504,
-    )

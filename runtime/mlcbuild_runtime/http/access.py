@@ -16,8 +16,8 @@ class Access:
     origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server (CORS); "*" stands for all."""
     timeout: float | None = None
-    """Maximum seconds from a request's submission to the engine to the end of its answer, and as many for its
-    preparation before; then it ends with an error (504). None means no limit."""
+    """Maximum seconds from the arrival of a request's head to the end of its answer, including the time in
+    which its body arrives and its model is loaded; then it ends with an error (504). None means no limit."""
     max_body: int = 8 << 20
     """Maximum bytes of a request's body; a larger one is refused (413)."""
     hosts: tuple[str, ...] | None = None

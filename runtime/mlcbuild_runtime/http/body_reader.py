@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter, to_thread
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, describe
 from starlette.requests import Request
@@ -78,7 +78,8 @@ class BodyReader:
                     try:
                         yield await self._parsed(bytes(data))
                     finally:
-                        await to_thread.run_sync(_trim)
+                        with CancelScope(shield=True):
+                            await to_thread.run_sync(_trim)
         finally:
             self._kept -= max(0, len(data) - SMALL)
 

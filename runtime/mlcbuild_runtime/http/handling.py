@@ -4,6 +4,7 @@ thread, and submitting requests to the engine.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -17,9 +18,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from mlcbuild_runtime.engine.engine import Engine
-from mlcbuild_runtime.engine.request import Event, late
+from mlcbuild_runtime.engine.request import Deadline, Event
 from mlcbuild_runtime.engine.request import Request as EngineRequest
-from mlcbuild_runtime.engine.served_models import Models
+from mlcbuild_runtime.engine.served_models import Models, Use
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.accesslog import record
 from mlcbuild_runtime.http.body_reader import BodyReader
@@ -34,6 +35,8 @@ from mlcbuild_runtime.openai.streams import AsyncAnswers
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_SCOPE = "mlcbuild.deadline"
 
 COMPILERS, MAX_COMPILING = 200, 128
 """COMPILERS is the maximum number of requests with constraints (grammars, JSON schemas) whose bodies are
@@ -61,18 +64,35 @@ class RequestHandling:
         """Yields the JSON object in the body of a request, as an async context manager; with --lenient,
         without the fields that the server would refuse by name, which are logged. Raises RequestError for a
         body that is invalid, or that exceeds a limit, ClientDisconnect if the client disconnects before its
-        end."""
-        path, table = request.url.path, openapi.table(request.url.path)
-        async with self._intake.body(request) as body:
-            if not self._access.lenient or table is None:
-                yield body
+        end. If the server's time limit for a request passes before the context ends, what is awaited in it is
+        cancelled, and RequestError (504) is raised."""
+        deadline = self._deadline(request)
+        with move_on_after(None if deadline is None else deadline.left):
+            async with self._intake.body(request) as body:
+                yield self._supported(request, body) if self._access.lenient else body
                 return
-            # Only endpoints with OpenAI's response_format translate fields of other servers.
-            fields = translated(body) if "response_format" in table else body
-            supported, dropped = without_unknown(fields, table)
-            if dropped:
-                log.warning("%s: dropped fields: %s", path, ", ".join(name[:60] for name in dropped[:20]))
-            yield supported
+        assert deadline is not None
+        raise deadline.error()
+
+    def _deadline(self, request: Request) -> Deadline | None:
+        """Returns the time limit of a request, which begins with the first call for it; None if the server
+        has no limit."""
+        seconds = self._access.timeout
+        if seconds is not None:
+            request.scope.setdefault(_SCOPE, Deadline.after(seconds))
+        return request.scope.get(_SCOPE)
+
+    def _supported(self, request: Request, body: dict[str, Json]) -> dict[str, Json]:
+        """Returns a body without the fields that the request's endpoint does not have, which are logged."""
+        path, table = request.url.path, openapi.table(request.url.path)
+        if table is None:
+            return body
+        # Only endpoints with OpenAI's response_format translate fields of other servers.
+        fields = translated(body) if "response_format" in table else body
+        supported, dropped = without_unknown(fields, table)
+        if dropped:
+            log.warning("%s: dropped fields: %s", path, ", ".join(name[:60] for name in dropped[:20]))
+        return supported
 
     async def prepared(
         self,
@@ -84,8 +104,7 @@ class RequestHandling:
         """Calls `prepare` with an engine and a request's body on another thread, and returns its result,
         which holds the requests for the engine and the reply that they fill. Raises the exceptions of
         `prepare`, such as RequestError for a body that cannot be served, and RequestError if too many
-        requests wait for their constraints (grammars, JSON schemas) to be compiled (503), or if it takes
-        longer than the server's time limit for a request (504).
+        requests wait for their constraints (grammars, JSON schemas) to be compiled (503).
 
         Constraints may take seconds to compile, and chat templates to render: they have threads of their own,
         so that other requests do not wait for them."""
@@ -96,9 +115,9 @@ class RequestHandling:
                 code="overloaded",
                 status=503,
             )
-        return await self.in_time(request, prepare, engine, body)
+        return await self.threaded(request, prepare, engine, body)
 
-    async def in_time(
+    async def threaded(
         self,
         request: Request,
         work: Callable[[Engine, Mapping[str, Json]], T],
@@ -106,14 +125,12 @@ class RequestHandling:
         body: Mapping[str, Json],
     ) -> T:
         """Calls `work` with an engine and a body on another thread, and returns its result or raises its
-        exception. Raises RequestError (504) if that takes longer than the server's time limit for a request;
-        the thread ends soon after that, since constraints and templates are bounded."""
+        exception. If the caller is cancelled, the thread ends soon after, since constraints and templates are
+        bounded."""
         rendering = self._rendering if body.get("messages") else None
         limiter = self._compiling if service.constrained(body) else rendering
         service.serve_in_turn(request.client.host if request.client else "")
-        with move_on_after(self._access.timeout):
-            return await to_thread.run_sync(work, engine, body, limiter=limiter, abandon_on_cancel=True)
-        raise late(self._access.timeout)
+        return await to_thread.run_sync(work, engine, body, limiter=limiter, abandon_on_cancel=True)
 
     async def engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
         """Returns the engine of the model that a body names, or of the first model if it names none, loaded
@@ -123,11 +140,19 @@ class RequestHandling:
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise wrong("model", "a text", name)
-        reference = self.models.at_once(name)
-        if reference is None:
-            reference = await run_in_threadpool(self.models.use, name)
+        reference = self.models.at_once(name) or await self._loaded(name)
         use.callback(reference.end)
         return reference.engine
+
+    async def _loaded(self, name: str | None) -> Use:
+        """Loads a model on another thread, and returns a reference to its engine. If the caller is cancelled,
+        the load goes on for later requests. Raises the exceptions of Models.use."""
+        loading = asyncio.create_task(run_in_threadpool(self.models.use, name))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            loading.add_done_callback(_end)
+            raise
 
     def submit(
         self, request: Request, engine: Engine, requests: Sequence[EngineRequest], stream: bool = False
@@ -138,7 +163,9 @@ class RequestHandling:
         or a request does not fit the model, EngineError if the engine is stopped."""
         line, name = record(request.scope), engine.name
         line.model(name, requests, stream)
-        limited = [self._limited(engine, each) for each in requests]
+        limited = [
+            replace(self._limited(engine, each), deadline=self._deadline(request)) for each in requests
+        ]
         return AsyncAnswers(engine, limited, lambda sink: self._metrics.watched(name, line.watched(sink)))
 
     async def embedded(self, request: Request, engine: Engine, job: EmbeddingsJob) -> list[Event]:
@@ -154,10 +181,16 @@ class RequestHandling:
         return last_events
 
     def _limited(self, engine: Engine, request: EngineRequest) -> EngineRequest:
-        """Returns a copy of a request for the engine with the server's limits applied: it generates at most
-        as many tokens as the server allows (except for an embedding), and has the server's time limit."""
+        """Returns a request for the engine that generates at most as many tokens as the server allows, except
+        for an embedding."""
         most, room = self._access.max_tokens, engine.manifest.limits.context_window - len(request.prompt)
         if most is not None and request.pooling is None and room > 0:
             count = room if request.max_tokens is None else request.max_tokens
             request = replace(request, max_tokens=min(most, count))
-        return replace(request, timeout=self._access.timeout)
+        return request
+
+
+def _end(loading: asyncio.Task[Use]) -> None:
+    """Ends the reference to a model that a finished task has returned; does nothing if the task failed."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().end()

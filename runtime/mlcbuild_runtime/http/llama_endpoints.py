@@ -60,7 +60,7 @@ class LlamaEndpoints:
             async with self._requests.body(request) as body:
                 engine = await self._requests.engine(body, use)
                 return JSONResponse(
-                    await self._requests.in_time(request, llama_completion.template, engine, body)
+                    await self._requests.threaded(request, llama_completion.template, engine, body)
                 )
 
     async def properties(self, request: Request) -> Response:

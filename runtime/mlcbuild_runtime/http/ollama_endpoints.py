@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json
@@ -134,8 +135,12 @@ class OllamaEndpoints:
             async with self._requests.body(request) as body:
                 texts, truncate, dimensions = read(body)
                 engine = await self._engine(body, use)
-                job = await _embeddings(engine, texts, truncate, dimensions)
-            del body, texts  # They may be large, and the embeddings may take long.
+                if not texts:
+                    return EmbeddingsJob((), engine.name, dimensions, base64=False), []
+                translated: dict[str, Json] = {"input": texts, "dimensions": dimensions}
+                prepare = partial(embeddings.job, truncate=truncate)
+                job = await self._requests.threaded(request, prepare, engine, translated)
+            del body, texts, translated  # They may be large, and the embeddings may take long.
             events = await self._requests.embedded(request, engine, job)
             return job, await run_in_threadpool(job.vectors, events)
 
@@ -150,18 +155,6 @@ class OllamaEndpoints:
             return EventStream(answers, _lines(answers, output), use.pop_all(), LINES)
         (received,) = await unless_gone(request, answers, collected(answers, 1))
         return JSONResponse(output.whole(received))
-
-
-async def _embeddings(
-    engine: Engine, texts: list[Json], truncate: bool, dimensions: int | None
-) -> EmbeddingsJob:
-    """Returns the requests to the engine for the embeddings of texts, none for an empty list. truncate: True
-    if texts longer than the context are cut instead of refused; dimensions: number of values of each
-    embedding, None for all. Raises RequestError for texts that cannot be served."""
-    if not texts:
-        return EmbeddingsJob((), engine.name, dimensions, base64=False)
-    translated: dict[str, Json] = {"input": texts, "dimensions": dimensions}
-    return await run_in_threadpool(embeddings.job, engine, translated, truncate)
 
 
 async def _lines(answers: AsyncAnswers, output: OllamaOutput) -> AsyncIterator[str]:

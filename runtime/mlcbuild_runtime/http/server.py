@@ -225,7 +225,7 @@ class _Server:
         with ExitStack() as use:
             async with self.requests.body(request) as body:
                 engine = await self.requests.engine(body, use)
-                return JSONResponse(await self.requests.in_time(request, work, engine, body))
+                return JSONResponse(await self.requests.threaded(request, work, engine, body))
 
     async def chat(self, request: Request) -> Response:
         return await self._respond(request, service.chat)
@@ -251,7 +251,7 @@ class _Server:
         with ExitStack() as use:
             async with self.requests.body(request) as body:
                 engine = await self.requests.engine(body, use)
-                job = await run_in_threadpool(embeddings.job, engine, body)
+                job = await self.requests.threaded(request, embeddings.job, engine, body)
             del body
             events = await self.requests.embedded(request, engine, job)
             content = await run_in_threadpool(job.content, events)
