@@ -43,7 +43,8 @@ class RecipePlan:
     steps that build and check it."""
     memory: Mapping[str, dict[str, int] | None]
     """Name of a variant -> {"weights", "kv_cache", "workspace": bytes of memory while its bundle is served},
-    without "workspace" before its library is compiled; None for a model on a hub before that."""
+    without "workspace" before its library is compiled; None for a model on a hub whose config is not in the
+    store."""
 
     @property
     def steps(self) -> tuple[Planned, ...]:
@@ -70,8 +71,8 @@ class VariantResult:
     error: MlcbuildError | None = None
     """The error for which the bundle could not be written to its output directory; None if there was none."""
     note: str = ""
-    """How the variant failed, if one of its steps did, or the reason why a finished bundle was not verified;
-    "" otherwise."""
+    """How the variant failed, if one of its steps did; the reason why a step of it was skipped, such as a
+    download that failed; or the reason why a finished bundle was not verified. "" otherwise."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Name -> value of what was measured on the bundle: accuracy (kl_mean in nats per token, top1_agreement
     from 0 to 1, perplexity ...) and tokens per second (speed_prefill, and speed_decode_8 for 8 sequences
@@ -99,7 +100,7 @@ class VariantResult:
     @property
     def words(self) -> str:
         """Returns the message of the error for which the bundle could not be written, or, without such an
-        error, how the variant failed or why it was not verified; "" if there is none of these."""
+        error, how the variant failed or why it was skipped or not verified; "" if there is none of these."""
         return str(self.error) if self.error is not None else self.note
 
 
@@ -196,8 +197,10 @@ def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]
         return VariantResult(
             product, "failed", note=_failure(run, product, steps), figures=figures, budget=budget
         )
-    if len(ended) < len(results) or any(step.status == "skipped" for step in ended):
-        return VariantResult(product, "skipped", figures=figures, budget=budget)
+    skipped = next((step for step in ended if step.status == "skipped"), None)
+    if len(ended) < len(results) or skipped is not None:
+        note = "" if skipped is None else skipped.reason
+        return VariantResult(product, "skipped", note=note, figures=figures, budget=budget)
     note = f"not verified: {product.unverified}" if product.verify is None else ""
     try:
         emit(run, product)
@@ -322,32 +325,43 @@ def _logged(pipeline: Pipeline, steps: Mapping[str, StepResult], item: VariantRe
 
 def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Store) -> dict[str, int] | None:
     """Returns "weights", "kv_cache" and "workspace" -> bytes of memory while a variant's bundle is served;
-    None for a model on a hub whose library is not compiled.
+    None for a model on a hub whose config and library are not in the store.
 
     A compiled library states all three. Before compilation, weights (an upper bound while formats are not
-    chosen) and KV cache are computed from the recipe, and the workspace is missing. Raises StoreError if the
-    library cannot be read from the store.
+    chosen) and KV cache are computed from the model's config, and the workspace is missing. Raises StoreError
+    if the library or the config cannot be read from the store.
     """
-    from mlcbuild.models import cached_bytes, context_window
+    from mlcbuild.models import cached_bytes, context_window, from_json
     from mlcbuild.quant.format import ITEM_BYTES
     from mlcbuild.scheme_fit import most_stored_bytes
     from mlcbuild.targets.backends import backend
 
-    planned = plan.by_name.get(pipeline.graph.resolve(product.library))
-    if planned is not None and planned.state == "hit" and planned.record is not None:
-        library = next(entry for entry in planned.record.files if entry.path == LIBRARY)
-        memory = json.loads(store.read_blob(library))["memory"]
-        return {part: int(memory[part]) for part in ("weights", "kv_cache", "workspace")}
+    library = _stored(pipeline, product.library, LIBRARY, plan, store)
+    if library is not None:
+        return {part: int(library["memory"][part]) for part in ("weights", "kv_cache", "workspace")}
     variant = product.variant
     config = pipeline.configs.get(variant.model.name)
     if config is None:
-        return None
+        step = next(name for name in product.steps if name.startswith("config/"))
+        document = _stored(pipeline, step, "config.json", plan, store)
+        if document is None:
+            return None
+        config = from_json(document)
     tokens = context_window(config, variant.limits.context_window) * variant.limits.max_batch
     scheme = backend(variant.target).storage(variant.scheme)
     return {
         "weights": most_stored_bytes(variant.scheme, backend(variant.target), config),
         "kv_cache": tokens * cached_bytes(config, variant.kv_cache, ITEM_BYTES[scheme.dtype]),
     }
+
+
+def _stored(pipeline: Pipeline, step: str, path: str, plan: Plan, store: Store) -> Any:
+    """Returns the decoded JSON document of the file `path` in the result of a planned step, or None if the
+    result is not in the store. Raises StoreError if the file cannot be read."""
+    planned = plan.by_name.get(pipeline.graph.resolve(step))
+    if planned is None or planned.state != "hit" or planned.record is None:
+        return None
+    return json.loads(store.read_blob(next(entry for entry in planned.record.files if entry.path == path)))
 
 
 def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
