@@ -35,6 +35,7 @@ from mlcbuild.recipe import Recipe
 from mlcbuild.remotes import Remote, fault, normal
 from mlcbuild.reports import runlog
 from mlcbuild.selection import EVERYTHING, Selection, durations, require_tools, select
+from mlcbuild.serving_memory import serving_memory
 from mlcbuild.signals import Cancellation
 from mlcbuild.store.store import Store, default_root
 
@@ -144,10 +145,8 @@ class Session:
 
         on_event: receives warnings about the store and remotes. Raises UsageError for names that match
         nothing or an unreadable key, SourceError or StoreError for an unreadable source or store."""
-        selected, store = (
-            select(self.pipeline, replace(selection, shard=None), on_event),
-            Store(self.store.root),
-        )
+        selected = select(self.pipeline, replace(selection, shard=None), on_event)
+        store = Store(self.store.root)
         plan = planning.Plan(())
         if selected.only != ():
             plan = planning.plan(
@@ -159,8 +158,7 @@ class Session:
                 report=on_event,
             )
         memory = {
-            item.variant.name: outcomes.serving_memory(self.pipeline, item, plan, store)
-            for item in selected.products
+            item.variant.name: serving_memory(self.pipeline, item, plan, store) for item in selected.products
         }
         return RecipePlan(outcomes.with_lacks(plan, self.pipeline.lacks), selected.products, memory)
 

@@ -56,14 +56,15 @@ BUILDER_TABLE: Mapping[str, str] = {
     "check_steps": "build bundles machine prospect recipe scheme_fit targets weight_steps",
     "pipeline": ("build bundles check_steps checkpoints models prospect quant recipe targets weight_steps"),
     "emit": "build bundles keyfile pipeline store",
-    "outcomes": "build bundles emit keyfile models pipeline quant reports scheme_fit store targets",
+    "serving_memory": "build bundles models pipeline quant scheme_fit store targets",
+    "outcomes": "build emit keyfile pipeline reports store",
     "locking": "checkpoints pipeline prospect recipe",
     "selection": "build ci pipeline",
     "execution": "build",
     "replication": "build keyfile remotes store",
     "session": (
         "build bundles ci execution keyfile locking outcomes pipeline recipe remotes replication reports "
-        "selection signals store"
+        "selection serving_memory signals store"
     ),
     "doctor": "compiler machine store targets",
     "installed": "build bundles checkpoints locking machine models quant session store targets",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild import session
+from mlcbuild import serving_memory, session
 from mlcbuild.build.events import (
     Event,
     Noted,
@@ -151,7 +151,7 @@ def test_nothing_is_printed_and_a_second_run_reuses_everything(
     opened = built.open()
     plan = opened.plan()
     assert {step.state for step in plan.steps} == {"hit"} and plan.plan.count("hit") == len(plan.steps)
-    assert set(plan.memory[VARIANT] or {}) == {"weights", "kv_cache", "workspace"}
+    assert set(plan.memory[VARIANT] or {}) == set(serving_memory.PARTS)
     result = opened.run()
     assert set(statuses(result).values()) == {"reused"} and result.variants[0].status == "reused"
     assert result.variants[0].figures == built.result.variants[0].figures
