@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -31,20 +30,13 @@ _WAITING = 256
 
 @dataclass(frozen=True)
 class Pushed:
-    """The outcome of sending step records of a store to remote caches: how many each remote received and
-    lacks."""
+    """The outcome of sending step records of a store to remote caches, each of which has all of them now."""
 
     records: int
-    """Number of step records that were to be on each remote cache, whether or not it had them before."""
-    missing: Mapping[str, int]
-    """Name (URL) of a remote cache -> number of step results that it still lacks."""
-    sent: Mapping[str, UploadCount] = field(default_factory=dict)
+    """Number of step records that each remote cache has now, whether or not it had them before."""
+    sent: Mapping[str, UploadCount]
     """Name (URL) of a remote cache -> numbers of step records, and of bytes of files without the records,
     that were uploaded to it. It already had the other records."""
-
-    @property
-    def ok(self) -> bool:
-        return not any(self.missing.values())
 
 
 @dataclass(frozen=True)
@@ -79,27 +71,24 @@ def stored(store: Store) -> Iterator[Record]:
 
 def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], signer: Signer | None) -> Pushed:
     """Sends step records, with the files of their results, to remote caches. Returns the number of records
-    and, for each remote, how many it lacks and how many it received. signer: signs the records; None: they
-    are not signed.
+    and, for each remote, how many of them it received. signer: signs the records; None: they are not signed.
 
     Raises RemoteError with every warning of a remote, once each remote has everything that could be sent.
     """
     sharing = Sharing(store, [Link(remote, signer) for remote in remotes])
     stop, left = threading.Event(), iter(records)
-    count, missing = 0, Counter[str]()
+    count = 0
     with Background(_TRANSFERS) as pool:
         try:
             while some := list(islice(left, _WAITING)):
                 count += len(some)
-                for lacking in pool.all(partial(sharing.send, record, stop) for record in some):
-                    missing.update(lacking)
+                pool.all(partial(sharing.send, record, stop) for record in some)
         finally:  # An interrupt must not wait for transfers in flight.
             stop.set()
             sharing.close()
     if warnings := sharing.take_warnings():
         raise RemoteError("\n".join(warnings))
-    sent = {link.name: link.sent for link in sharing.links}
-    return Pushed(count, {name: missing[name] for name in sharing.writers}, sent)
+    return Pushed(count, {link.name: link.sent for link in sharing.links if link.remote.writes()})
 
 
 def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence[str] = ()) -> Pulled:

@@ -54,12 +54,14 @@ def test_records_of_one_machine_stay_there(store: Store) -> None:
     assert {record.info.step for record in replication.stored(store)} == {"weights/a", "bundle/a"}
 
 
-def test_a_push_counts_what_each_remote_lacks(store: Store, remote: Remote) -> None:
+def test_a_push_counts_what_each_remote_received(store: Store, remote: Remote, tmp_path: Path) -> None:
     pushed = replication.push(store, replication.stored(store), [remote], None)
-    assert (pushed.records, pushed.missing, pushed.sent[remote.url].records) == (2, {remote.url: 0}, 2)
+    assert (pushed.records, pushed.sent[remote.url].records) == (2, 2)
     again = replication.push(store, replication.stored(store), [remote], None)
-    assert again.missing == {remote.url: 0} and again.sent == {remote.url: UploadCount(0, 0)}
-    assert pushed.ok and not replication.Pushed(2, {"a": 0, "b": 1}).ok
+    assert again == replication.Pushed(2, {remote.url: UploadCount(0, 0)})
+    absent = Remote((tmp_path / "absent").as_uri())
+    with pytest.raises(RemoteError, match=r"absent is not written to in this run: there is no directory"):
+        replication.push(store, replication.stored(store), [remote, absent], None)
 
 
 def test_a_pull_brings_what_was_pushed(store: Store, remote: Remote, tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_a_full_disk_ends_a_pull_with_the_store_s_error(
     def full(area: StagingArea) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    assert replication.push(store, replication.stored(store), [remote], None).ok
+    replication.push(store, replication.stored(store), [remote], None)
     monkeypatch.setattr(StagingArea, "subdirectory", full)
     with pytest.raises(StoreError, match="no space is left"):
         pull(Store(tmp_path / "here"), remote)

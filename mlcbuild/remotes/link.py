@@ -66,10 +66,13 @@ class Link:
         ones, and records without a trusted signature. Uploads replace them. After three, the remote is no
         longer read, and uploads replace every blob, not only these."""
         self._transport: Transport | None = None
+        if self.unread and self.unwritten:
+            return
         try:
             self._transport = connect(remote.url, timeout)
         except RemoteError as error:
-            self._fail(error, writing=False)
+            self.unread = self.unwritten = str(error)
+            self._warnings.append(f"{self.name} is not used in this run: {error}")
 
     def record(self, key: str) -> Record | None:
         """Downloads and checks the step record of a key; returns None if the remote cache has no valid one,

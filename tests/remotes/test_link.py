@@ -71,6 +71,22 @@ def built(tmp_path: Path) -> tuple[Record, Store]:
     return record, user.store
 
 
+@pytest.mark.parametrize("mode", ["read", "write", "readwrite"])
+def test_a_remote_that_cannot_be_opened_is_not_used(
+    mode: Mode, built: tuple[Record, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, store = built
+    monkeypatch.setenv("MLCBUILD_LOGIN_HOST", "no colon")
+    sender = Link(Remote(URL, mode))
+    (warning,) = sender.take_warnings()
+    assert warning.startswith(f"{URL} is not used in this run: $MLCBUILD_LOGIN_HOST must be user:password")
+    assert not sender.send(record, store, threading.Event()) and sender.record(record.key) is None
+    assert sender.take_warnings() == []
+    monkeypatch.setenv("CI", "false")
+    idle = Link(Remote(URL, "write", ci_only=True))
+    assert idle.take_warnings() == [], "it would not be used anyway"
+
+
 def test_a_result_is_sent_once_and_its_record_last(there: Objects, built: tuple[Record, Store]) -> None:
     record, store = built
     (entry,) = record.files
