@@ -26,7 +26,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
 from mlcbuild.compiler.cpu.kernels.epilogue import Output
-from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, i64, span, splat, typed
+from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, i64, opaque, span, splat, typed
 
 LANES = 16
 """Number of rows in an AMX tile, and of int32 or float32 values in one row of it."""
@@ -110,7 +110,7 @@ class Shape:
         """Returns the number of panels (ranges of result columns) into which a product is divided: a multiple
         of `threads`, but at most one for each `unit` columns. All of x is read once per panel."""
         each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
-        return T.bind(T.min(T.bind(threads * each), i64(self.units)))
+        return opaque(T.min(T.bind(threads * each), i64(self.units)))
 
     def sums_at(self, pair: Expr, block: Expr) -> Expr:
         """Returns the row, in a thread's buffer of sums float32 [.., 32], at which a 32 x 32 block of results
@@ -193,10 +193,10 @@ def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | G
     the threads. x: [m, k] as AMX tiles; unpack: emits the conversion of one tile of weights."""
     if isinstance(output, Output):
         output = replace(output, step=BLOCK)
-    all_blocks = T.bind(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
-    threads = T.bind(T.Cast("int64", T.call_packed("runtime.NumThreads")))
+    all_blocks = opaque(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
+    threads = opaque(T.Cast("int64", T.call_packed("runtime.NumThreads")))
     chunks = T.bind(T.min(threads, T.truncdiv(all_blocks, i64(SHARE // BLOCK))))
-    chunks = T.bind(T.max(chunks, T.truncdiv(all_blocks + (CHUNK // BLOCK - 1), i64(CHUNK // BLOCK))))
+    chunks = opaque(T.max(chunks, T.truncdiv(all_blocks + (CHUNK // BLOCK - 1), i64(CHUNK // BLOCK))))
     panels = shape.panels(threads)
     with T.parallel(0, chunks * panels) as index:
         chunk, panel = (T.bind(part(index, panels)) for part in (T.truncdiv, T.truncmod))
@@ -223,7 +223,7 @@ def _part(number: Expr, parts: Expr, total: Expr) -> tuple[Expr, Expr]:
     """Returns (first item, number of items) of part `number`, counted from 0, when `total` items are divided
     into `parts` parts of nearly equal size."""
     first, after = (T.truncdiv((number + i) * total, parts) for i in range(2))
-    return T.bind(first), T.bind(after - first)
+    return opaque(first), opaque(after - first)
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class _Pair:
         """Emits the conversion of the weights of a step, counted from the start of the pass, to two tiles."""
         task = self.task
         with T.unroll(0, i64(2)) as j:  # LLVM's -O2 leaves the loop alone, and prompts take 4 % longer.
-            tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
+            tile = opaque(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
             task.unpack(task.weights, (j, step), tile, self.first + step)
 
 
@@ -271,7 +271,7 @@ def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
     blocks: number of blocks of 32 rows of x."""
     shape = task.shape
     first, count = _part(part, i64(shape.passes), i64(shape.steps))
-    low, high = (T.bind(shape.tile(task.column, number * 2 + j)) for j in range(2))
+    low, high = (opaque(shape.tile(task.column, number * 2 + j)) for j in range(2))
     pair = _Pair(task, number, first, count, T.bind(part == shape.passes - 1), (low, high))
     pair.bring(i64(0))
     with T.serial(0, blocks) as block:

@@ -1,5 +1,5 @@
 """Emits stores of the results of a matrix product in a row-major tensor of any width, with an
-optional bias.
+optional bias, and numbers the rows of a batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
-from mlcbuild.compiler.cpu.kernels.vectors import shuffle, span
+from mlcbuild.compiler.cpu.kernels.vectors import opaque, shuffle, span
 
 
 class Stores(Protocol):
@@ -69,6 +69,13 @@ class Output:
         if self.residual or not first:
             values = values + self.buffer[row, place]
         T.buffer_store(self.buffer, values, [row, place])
+
+
+def rows_from(first: Expr, count: int, m: Expr) -> list[Expr]:
+    """Returns the indices of `count` consecutive rows of a product of m rows, from `first` on; the last row's
+    index replaces those beyond it. `once` emits code that skips such repeated rows.
+    """
+    return [opaque(T.min(first + i, m - 1)) for i in range(count)]
 
 
 @contextmanager

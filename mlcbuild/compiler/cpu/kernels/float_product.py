@@ -25,7 +25,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.cpu.isa import ISA
-from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once
+from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once, rows_from
 from mlcbuild.compiler.cpu.kernels.floats import over_rows
 from mlcbuild.compiler.cpu.kernels.prologue import SERIAL_BYTES, SERIAL_ROWS, Fusion
 from mlcbuild.compiler.cpu.kernels.vectors import (
@@ -222,7 +222,7 @@ def _several_rows(call: FloatCall, lines: Buffer) -> None:
     tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
     with T.If(m <= STREAMED_ROWS):
         with T.Then(), T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
-            stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
+            stream_tile(call, lines, tile, rows_from(group * batch, batch, m))
         with T.Else(), T.parallel(0, i64(-(-form.n // block_rows(form.n)))) as block:
             _block_product(call, lines, block)
 
@@ -381,7 +381,7 @@ def _tile_product(
     sums as registers [row of x][weight row]. corner: (first row of x, first row of `scratch`)."""
     form, lanes = call.form, call.form.lanes
     acc = registers(form.isa.tile_rows, COLUMNS, lanes)
-    rows = [T.min(corner[0] + i, call.m - 1) for i in range(form.isa.tile_rows)]
+    rows = rows_from(corner[0], form.isa.tile_rows, call.m)
     with T.serial(0, chunk.count) as b:
         x = _XBlock(lines, rows, chunk.first + b)
         for plane in range(form.planes):

@@ -21,7 +21,7 @@ from mlcbuild.compiler.cpu.kernels import amx, amx_weights
 from mlcbuild.compiler.cpu.kernels.activation import activate
 from mlcbuild.compiler.cpu.kernels.bf16_math import Rough
 from mlcbuild.compiler.cpu.kernels.cores import FIXED, before_others, counter, one_launch, shared
-from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once
+from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once, rows_from
 from mlcbuild.compiler.cpu.kernels.int8_group import ActivationRows, Column, add_group, paired
 from mlcbuild.compiler.cpu.kernels.prologue import SERIAL_BYTES, Fusion
 from mlcbuild.compiler.cpu.kernels.quantize_activations import quantize_row
@@ -243,7 +243,7 @@ def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
 
     def product(tile: Expr) -> None:
         with T.serial(0, (m + (batch - 1)) // batch) as part:
-            stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
+            stream_tile(call, tile, rows_from(part * batch, batch, m))
 
     fixed = T.Select(m > FEW, i64(FIXED), i64(FEW_FIXED))
     shared(i64(call.matrix.tiles), tiles, product, fixed)
@@ -340,7 +340,7 @@ def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
         with T.serial(0, (m + (tall - 1)) // tall) as part:
             step = min(shape[1], matrix.block_tiles * matrix.vectors)
             for vector in range(0, matrix.block_tiles * matrix.vectors, step):
-                rows = [T.min(part * tall + i, m - 1) for i in range(tall)]
+                rows = rows_from(part * tall, tall, m)
                 acc = _tile_product(call, scratch, rows, range(vector, vector + step))
                 column = block * wide + vector * isa.lanes
                 with T.If(number == 0):
