@@ -13,7 +13,7 @@ from mlcbuild.remotes.oci_reference import RegistryAddress
 from mlcbuild.remotes.registry import UploadSource
 from mlcbuild.remotes.transport import Body
 
-Answer = bytes | Exception | list[bytes | Exception]
+Answer = bytes | BaseException | list[bytes | BaseException]
 """An answer of a simulated registry to a request for a blob: its whole content, an exception that the request
 raises, or a list. A list is a body that starts at byte 0, whatever offset was requested; each read returns
 its next bytes or raises its next exception."""
@@ -23,11 +23,11 @@ def digest_of(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def _next(parts: list[bytes | Exception]) -> bytes:
+def _next(parts: list[bytes | BaseException]) -> bytes:
     """Removes and returns the next part of a simulated response body; b"" at its end. If the part is an
     exception, raises it, as a failing connection would."""
     part = parts.pop(0) if parts else b""
-    if isinstance(part, Exception):
+    if isinstance(part, BaseException):
         raise part
     return part
 
@@ -70,14 +70,14 @@ class MemoryRegistry:
         data = self._all.blobs[self._key].get(digest)
         if self._all.answers.get(digest):
             answer = self._all.answers[digest].pop(0)
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
             if isinstance(answer, list):
                 return Body(0, partial(_next, answer), lambda: None)
             data = answer
         if data is None:
             return None
-        parts: list[bytes | Exception] = [data[start : start + 5], data[start + 5 :]]
+        parts: list[bytes | BaseException] = [data[start : start + 5], data[start + 5 :]]
         return Body(start, partial(_next, parts), lambda: None)
 
     def has(self, digest: str) -> bool:

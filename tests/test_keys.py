@@ -207,6 +207,7 @@ RUNS_NOTHING = (
     "mlcbuild/machine.py",
     "mlcbuild/models/families/gemma2.py",
     "mlcbuild/outcomes.py",
+    "mlcbuild/serving_memory.py",
     "mlcbuild/pipeline.py",
     "mlcbuild/prospect.py",
     "mlcbuild/quant/formats/q8f16.py",

@@ -17,6 +17,7 @@ from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import open_session
 from mlcbuild.cli.store_access import no_operands, open_store, status
 from mlcbuild.errors import StoreError, UsageError, safe_lines
+from mlcbuild.installed.install import remove_unfinished
 from mlcbuild.remotes import Remote, archive, fault, normal
 from mlcbuild.selection import Selection
 from mlcbuild.session import Session
@@ -147,14 +148,14 @@ def _warn(sentences: Iterable[str]) -> None:
 def gc(arguments: argparse.Namespace) -> int:
     """Runs `cache gc`: removes results of build steps from the store that were not used for --unused-days,
     those that alone are larger than --max-size, and the least recently used ones until the rest fits into
-    --max-size. While a build runs, results used within the last hour stay. Raises UsageError if neither limit
-    is given."""
+    --max-size; also what interrupted downloads have left. While a build runs, results used within the last
+    hour stay. Raises UsageError if neither limit is given."""
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
         raise UsageError("mlcbuild cache gc: name what to remove: --max-size 50GB, --unused-days 30, or both")
-    removed = upkeep.gc(
-        open_store(arguments), unused_days=arguments.unused_days, max_bytes=arguments.max_size
-    )
+    store = open_store(arguments)
+    removed = upkeep.gc(store, unused_days=arguments.unused_days, max_bytes=arguments.max_size)
+    remove_unfinished(store.root)
     document = vars(removed)
     show(
         arguments.json,

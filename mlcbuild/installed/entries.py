@@ -3,6 +3,7 @@
 installed/<name>/installed.json    source, scheme, target, and the stats of a local source's files
 installed/<name>/recipe.yaml       the recipe that built it, with its lock; absent for a downloaded bundle
 installed/<name>/bundle/           the bundle
+installed/<name>/.bundle.partial/  what an interrupted download of a bundle has left; `cache gc` removes it
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _LARGEST = 4 << 20
 """Maximum size in bytes of installed.json, the description of an installed model; a larger one counts as
 damaged."""
 MANIFEST = "bundle.json"
+BUNDLE = "bundle"
+"""Name of the directory with the bundle in the directory of an installed model."""
 
 Stats = Mapping[str, tuple[int, int]]
 """Name of a checkpoint's file -> (size in bytes, mtime in nanoseconds)."""
@@ -85,7 +88,7 @@ class InstalledModel:
 
     @property
     def bundle(self) -> Path:
-        return self.directory / "bundle"
+        return self.directory / BUNDLE
 
     @property
     def is_complete(self) -> bool:

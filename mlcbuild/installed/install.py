@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from mlcbuild import locking, session
 from mlcbuild.build.events import silent
 from mlcbuild.bundles.publish import fault
-from mlcbuild.bundles.publish.transfer_bundle import pull
+from mlcbuild.bundles.publish.transfer_bundle import pull, unfinished
 from mlcbuild.checkpoints import hub
 from mlcbuild.checkpoints.fetch import gguf_parts
 from mlcbuild.errors import InputError, SourceError, StoreError, UsageError, did_you_mean
 from mlcbuild.installed import entries
 from mlcbuild.installed.default_scheme import SchemeChoice, choose_scheme, parameter_count
-from mlcbuild.installed.entries import MANIFEST, InstalledModel, InstallOptions
+from mlcbuild.installed.entries import BUNDLE, MANIFEST, InstalledModel, InstallOptions
 from mlcbuild.quant import as_is
 from mlcbuild.quant.schemes import SCHEMES
+from mlcbuild.store.locks import try_lock
 
 RECIPE = "recipe.yaml"
 
@@ -30,7 +31,7 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
     features of this machine, separated by spaces. Raises UsageError for a wrong scheme or source, StoreError
     if the store cannot be written, SourceError or PublishError if a download fails, the error of the first
     build step that fails, and KeyboardInterrupt if the build was interrupted. The model's new directory is
-    removed if it got no bundle.
+    removed if it got no bundle and no part of one, with which the next download continues.
     """
     named = options.scheme
     if named is not None and named not in (names := (*SCHEMES, as_is.NAME)):
@@ -58,9 +59,27 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
-        if not (entry.bundle / MANIFEST).is_file():
+        if not (entry.bundle / MANIFEST).is_file() and not any(unfinished(entry.bundle).rglob("*")):
             shutil.rmtree(path, ignore_errors=True)
     return entry
+
+
+def remove_unfinished(root: Path) -> None:
+    """Removes the parts of bundles that interrupted downloads have left among the installed models of the
+    store at `root`, unless a process is installing a model now. Parts that cannot be removed stay."""
+    directory = root / entries.DIRECTORY
+    with ExitStack() as stack, suppress(OSError):
+        for path in directory.glob(".*.lock"):
+            lock = try_lock(path)
+            if lock is None:
+                return
+            stack.enter_context(lock)
+        for entry in directory.iterdir():
+            part = unfinished(entry / BUNDLE)
+            if part.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+                with suppress(OSError):  # It holds an installed model.
+                    entry.rmdir()
 
 
 def _stats(source: str) -> entries.Stats:

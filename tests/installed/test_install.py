@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from mlcbuild_format import bundle as form
 
 from mlcbuild import locking, recipe, session
 from mlcbuild.build.events import Reporter, silent
+from mlcbuild.bundles.publish import artifact
 from mlcbuild.checkpoints import hub
 from mlcbuild.checkpoints.hub import HubFile, HubSource
 from mlcbuild.errors import (
@@ -29,9 +31,12 @@ from mlcbuild.errors import (
 from mlcbuild.installed import entries
 from mlcbuild.installed import install as installing
 from mlcbuild.installed.entries import InstallOptions
-from mlcbuild.installed.install import install, recipe_text
+from mlcbuild.installed.install import install, recipe_text, remove_unfinished
 from mlcbuild.installed.resolve import bundles, machine_words
+from mlcbuild.store.locks import try_lock
+from tests.bundles import bundle_files
 from tests.conftest import TINY
+from tests.memory_registry import MemoryRegistries, digest_of
 
 WORDS = "x86_64-unknown-linux-gnu x86-64-v3"
 ADDRESS = "hf://org/model"
@@ -222,6 +227,41 @@ def test_a_download_that_fails_leaves_nothing(store: Path, monkeypatch: pytest.M
     with pytest.raises(PublishError):
         install("oci://host/name:v1", WORDS, InstallOptions(store))
     assert nothing_is_left(store)
+
+
+def test_an_interrupted_download_of_a_bundle_goes_on(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that the parts of a bundle stay until the next download or garbage collection."""
+    registries = MemoryRegistries()
+    monkeypatch.setattr(artifact, "Registry", registries.registry)
+    source, weights = "oci://host/name:v1", bundle_files.CONTENTS["weights.bin"]
+    manifest, files = bundle_files.write_bundle(tmp_path / "bundle")
+    monkeypatch.setattr(form, "check", lambda path, full: manifest)  # it holds no real library
+    artifact.push(tmp_path / "bundle", manifest, files, source, {})
+
+    def interrupted() -> None:
+        registries.answers[digest_of(weights)] = [[weights[:20], KeyboardInterrupt()]]
+        with pytest.raises(KeyboardInterrupt):
+            install(source, WORDS, InstallOptions(store))
+
+    interrupted()
+    assert entries.read(store) == ()
+    with cast(AbstractContextManager[object], try_lock(store / entries.DIRECTORY / ".1.lock")):
+        remove_unfinished(store)
+    registries.calls.clear()
+    entry = install(source, WORDS, InstallOptions(store))
+    assert "blob 20" in registries.calls
+    assert bundle_files.contents_of(entry.bundle) == bundle_files.contents_of(tmp_path / "bundle")
+    shutil.rmtree(entry.bundle)
+    interrupted()
+    remove_unfinished(store)
+    assert [path.name for path in entry.directory.iterdir()] == ["installed.json"]
+    entries.remove(entry)
+    interrupted()
+    remove_unfinished(store)
+    assert nothing_is_left(store)
+    remove_unfinished(tmp_path / "nothing")
 
 
 def test_a_model_that_another_process_installs_is_waited_for(

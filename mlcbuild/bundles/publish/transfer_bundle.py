@@ -69,7 +69,7 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
     if os.path.lexists(directory) and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
     directory = Path(os.path.normpath(directory.absolute()))  # "." and "x/.." cannot be renamed.
-    part = directory.with_name(f".{directory.name}.partial")
+    part = unfinished(directory)
     try:
         with border():
             part.mkdir(parents=True, exist_ok=True)
@@ -81,6 +81,12 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
     except SourceError as error:  # Its message names the address.
         raise PublishError(str(error)) from None
     return exact, manifest
+
+
+def unfinished(directory: Path) -> Path:
+    """Returns the directory in which `pull` collects the files of the bundle that it downloads to
+    `directory`, and in which they stay when it is interrupted."""
+    return directory.with_name(f".{directory.name}.partial")
 
 
 class _Place(Protocol):
