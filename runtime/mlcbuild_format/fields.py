@@ -70,7 +70,11 @@ def _check_values(document: Json, strings: bool) -> None:
     """Raises ValueError if lists and objects in a JSON value are nested more than 64 deep, or, where
     `strings` is True, if a string (a value or a key) holds an unpaired surrogate."""
     level: Sequence[Json] = [document]
-    for _ in range(MAX_DEPTH + 1):
+    for depth in range(MAX_DEPTH + 1):
+        if depth == MAX_DEPTH and any(isinstance(value, dict | list) for value in level):
+            raise ValueError(
+                f"it is nested too deeply: at most {MAX_DEPTH} lists and objects within each other"
+            )
         children: list[Json] = []
         for value in level:
             if isinstance(value, dict):
@@ -80,9 +84,6 @@ def _check_values(document: Json, strings: bool) -> None:
             elif strings and isinstance(value, str):
                 _check_surrogates(value)
         level = children
-        if not level:
-            return
-    raise ValueError(f"it is nested too deeply: at most {MAX_DEPTH} lists and objects within each other")
 
 
 def _check_surrogates(text: str) -> None:

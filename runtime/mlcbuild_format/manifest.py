@@ -243,10 +243,11 @@ def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
     verbatim = fields.fields(key)
     level: Sequence[Json] = [verbatim.value]
     count = 0
-    for _ in range(MAX_NESTING + 1):
+    for depth in range(MAX_NESTING + 1):
         count += len(level)
-        if not level or count > MAX_VALUES:
-            break
+        is_too_deep = depth == MAX_NESTING and any(isinstance(value, dict | list) for value in level)
+        if is_too_deep or count > MAX_VALUES:
+            raise FieldError(f"{verbatim.name} has more than {MAX_VALUES} values, or is nested too deeply")
         children: list[Json] = []
         for value in level:
             if isinstance(value, dict):
@@ -257,8 +258,6 @@ def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
                 rule = "single lines of printable text, and numbers of at most 53 bits"
                 raise FieldError(f"{verbatim.name} may hold only {rule}, found {describe(value)}")
         level = children
-    if level:
-        raise FieldError(f"{verbatim.name} has more than {MAX_VALUES} values, or is nested too deeply")
     return verbatim.value
 
 

@@ -45,9 +45,12 @@ def test_documents_are_read_as_elsewhere(text: str) -> None:
         (b"1e999", "the number 1e999 is too large"),
         (b'"\\ud800"', "a string holds half of a surrogate pair"),
         (b'{"\\udfff": 1}', "a string holds half of a surrogate pair"),
-        (
-            b"[" * 65 + b"1" + b"]" * 65,
-            "it is nested too deeply: at most 64 lists and objects within each other",
+        *(
+            (
+                b"[" * 65 + value + b"]" * 65,
+                "it is nested too deeply: at most 64 lists and objects within each other",
+            )
+            for value in (b"1", b"")
         ),
         (b'{"a":' * 100_000, "it is nested too deeply"),
     ],

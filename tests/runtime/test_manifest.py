@@ -102,7 +102,7 @@ FIELDS: list[tuple[str, Json, str]] = [
     ("model.config.x", 2**53 + 1, "'model.config' may hold only"),
     (
         "model.config.x",
-        [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]],
+        [[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]],
         "'model.config' has more than 100000 values, or is",
     ),
     ("model.config.x", [0] * 100_001, "'model.config' has more than 100000 values"),
