@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mlcbuild_format.errors import BundleError
+from mlcbuild_format.errors import BundleError, SetupError
 from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.executor.batch import ModelStep
 
@@ -44,6 +44,16 @@ def test_score_gives_every_position(model: CpuExecutor) -> None:
 def test_sequences_that_do_not_fit(model: CpuExecutor, tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="do not fit a context of 256"):
         model.score(tokens)
+
+
+def test_a_cache_that_cannot_be_allocated_is_refused_at_load(toy_bundle: Path) -> None:
+    pages = 1 << 43
+    with pytest.raises(SetupError) as caught:
+        CpuExecutor.load(toy_bundle, pages=pages)
+    assert str(caught.value) == (
+        f"{toy_bundle}: its KV cache of {pages} pages needs 1125.9 TB of memory, which cannot be allocated"
+        " (std::bad_alloc): choose fewer with --max-pages, or raise this process's limits"
+    )
 
 
 def test_tokens_outside_the_vocabulary(model: CpuExecutor) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from mlcbuild_format import abi, bundle
+from mlcbuild_format import abi, bundle, sizes
 from mlcbuild_format.bundle import Limits, Manifest
-from mlcbuild_format.errors import BundleError
+from mlcbuild_format.errors import BundleError, SetupError
 
 from mlcbuild_runtime.devices import cpu_library, machine, tensors
 from mlcbuild_runtime.devices.cpu_library import Library
@@ -45,7 +45,8 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
     threads, None for the default; only the first load in a process sets it, later ones ignore it. pages:
     number of pages of the KV cache, None for enough for a full batch of full contexts. Raises BundleError for
     a damaged bundle or one for another device or processor, SetupError if the TVM runtime is missing or
-    cannot be loaded, the weights cannot be mapped, or TVM_NUM_THREADS is no number of threads."""
+    cannot be loaded, the weights cannot be mapped, there is no memory for the KV cache, or TVM_NUM_THREADS is
+    no number of threads."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
@@ -60,12 +61,14 @@ class CpuExecutor:
     burst, exact_rows = BURST, EXACT_ROWS
 
     def __init__(self, path: Path, manifest: Manifest, threads: int, pages: int) -> None:
-        """Loads the library and maps the weights of the bundle in directory `path`. Raises BundleError if the
-        library cannot be loaded, or if the weights do not fit it, SetupError if they cannot be mapped."""
+        """Loads the library of the bundle in directory `path`, maps its weights and creates the KV cache.
+        Raises BundleError if the library cannot be loaded, or if the weights do not fit it, SetupError if
+        they cannot be mapped, or if there is no memory for the KV cache."""
         self.path, self.manifest, self.threads, self.pages = path, manifest, threads, pages
         self._library = Library(path, manifest)
         self._weights = tensors.load(path, manifest.weights, self._library.metadata.params)
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
+        self._cache = self._new_cache()
         self._inputs = StepInputs(manifest.limits.page_size)
         self._prepared = 0
         """Number of KV cache pages, counted from page 0, for which memory was allocated in advance while the
@@ -77,7 +80,8 @@ class CpuExecutor:
         threads, None for the default; only the first load in a process sets it, later ones ignore it. pages:
         number of pages of the KV cache, None for enough for a full batch of full contexts. Raises BundleError
         for a damaged bundle or one for another device or processor, SetupError if the TVM runtime is missing
-        or cannot be loaded, the weights cannot be mapped, or TVM_NUM_THREADS is no number of threads."""
+        or cannot be loaded, the weights cannot be mapped, there is no memory for the KV cache, or
+        TVM_NUM_THREADS is no number of threads."""
         path = Path(path).absolute()
         return load(path, bundle.read(path), threads, pages)
 
@@ -93,12 +97,18 @@ class CpuExecutor:
     def capabilities(self) -> frozenset[str]:
         return self._library.capabilities()
 
-    @cached_property
-    def _cache(self) -> tvm_ffi.Tensor:
-        """Returns the tensor of the KV cache. The first call creates it, on the thread that computes; the
-        operating system allocates its memory on first use.
-        """
-        cache = self._library.create_cache(tvm_ffi.Shape([self.pages]))
+    def _new_cache(self) -> tvm_ffi.Tensor:
+        """Returns a new tensor for the KV cache, whose memory the operating system allocates on first use.
+        Raises SetupError if it refuses that much address space."""
+        try:
+            cache: tvm_ffi.Tensor = self._library.create_cache(tvm_ffi.Shape([self.pages]))
+        except Exception as error:  # Whatever the library's code raises
+            size = self.manifest.memory.kv_cache // self.limits.pages * self.pages
+            raise SetupError(
+                f"{self.path}: its KV cache of {self.pages} pages needs {sizes.show(size)} of memory, which"
+                f" cannot be allocated ({str(error).splitlines()[-1]}): choose fewer with --max-pages, or"
+                " raise this process's limits"
+            ) from None
         array = np.from_dlpack(cache)
         tensors.prefer_large_pages(array.ctypes.data, array.nbytes)
         return cache
@@ -201,8 +211,7 @@ class CpuExecutor:
         return cast(Floats, np.from_dlpack(states).reshape(embedded.shape))
 
     def close(self) -> None:
-        del self._library, self._params, self._weights, self._inputs
-        self.__dict__.pop("_cache", None)
+        del self._library, self._params, self._weights, self._inputs, self._cache
         cpu_library.release_pools()
 
     def _arguments(self, step: ModelStep) -> Arguments:
