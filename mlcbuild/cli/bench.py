@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlcbuild.bench.exchange import Server
@@ -35,10 +35,15 @@ _OF_LOADS = (
     "api_key",
     "slo",
     "plot",
+    "warmup",
+    "timeout",
+    "seed",
 )
 """Names of parsed options that only `bench serve`, the load test of a server, accepts: when a bundle is
-measured, one of them that is not empty or false is refused. Other options of `bench serve`, such as --seed,
-are ignored then."""
+measured, they are refused."""
+_DEFAULTS: Mapping[str, float] = {"warmup": 2, "timeout": 300.0, "seed": 0}
+"""Name of a parsed option of `bench serve` -> the value that it has if the user does not state one: requests
+before each load, seconds for one request, and the seed of all random choices."""
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -60,6 +65,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "mlcbuild bench serve: messages of --chat are text, --token-ids are none: choose one of them"
         )
+    vars(arguments).update({name: _DEFAULTS[name] for name in _DEFAULTS if getattr(arguments, name) is None})
     server = Server.of(arguments.url, arguments.api_key or os.environ.get(KEY_VARIABLE))
     slo, loads = _slo(arguments.slo), _loads(arguments)
     _writable(arguments.plot)
@@ -166,7 +172,8 @@ def _print_errors(outcome: LoadResult) -> None:
 def _bundle(arguments: argparse.Namespace) -> int:
     from mlcbuild.bench.speed import SpeedPlan, measure
 
-    if used := [name for name in _OF_LOADS if getattr(arguments, name)]:
+    values = [(name, getattr(arguments, name)) for name in _OF_LOADS]
+    if used := [name for name, value in values if value is not False and value not in (None, [])]:
         option = f"--{used[0].replace('_', '-')}"
         raise UsageError(f"mlcbuild bench: {option} applies to bench serve: leave it out to measure a bundle")
     lengths = [Lengths.of(text) for text in (arguments.prompt_tokens, arguments.tokens)]

@@ -245,9 +245,7 @@ def _bench_load(serve: argparse._ArgumentGroup) -> None:
         help="requests of each load (default: 8 per client; open loop: 100)",
     )
     serve.add_argument("--seconds", type=seconds, metavar="S", help="send new requests for S seconds")
-    serve.add_argument(
-        "--warmup", type=natural, default=2, metavar="N", help="requests before each load (default 2)"
-    )
+    serve.add_argument("--warmup", type=natural, metavar="N", help="requests before each load (default 2)")
 
 
 def _bench_requests(serve: argparse._ArgumentGroup) -> None:
@@ -271,13 +269,9 @@ def _bench_requests(serve: argparse._ArgumentGroup) -> None:
         metavar="NAME=S",
         help="ttft, tpot or e2e within S seconds: goodput counts requests that meet all limits",
     )
-    serve.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="S", help="limit for one request (default 300)"
-    )
+    serve.add_argument("--timeout", type=seconds, metavar="S", help="limit for one request (default 300)")
     serve.add_argument("--api-key", metavar="KEY", help="default: $MLCBUILD_API_KEY")
-    serve.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="seed of all random choices (default 0)"
-    )
+    serve.add_argument("--seed", type=natural, metavar="N", help="seed of all random choices (default 0)")
     serve.add_argument("--plot", metavar="FILE", help="write distributions as SVG")
 
 

@@ -266,6 +266,9 @@ def test_nobody_there(capsys: Out) -> None:
         ("bundle --slo ttft=1", "--slo applies to bench serve"),
         ("bundle --no-ignore-eos", "--no-ignore-eos applies to bench serve"),
         ("bundle --api-key k", "--api-key applies to bench serve"),
+        ("bundle --warmup 3", "--warmup applies to bench serve"),
+        ("bundle --timeout 300", "--timeout applies to bench serve"),
+        ("bundle --seed 0", "--seed applies to bench serve"),
         ("serve http://h --threads 2", "--threads applies to a bundle: set it where the server starts"),
         (
             "bundle --tokens uniform:1,2",
