@@ -130,6 +130,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a blob is gone": lambda root: blob("model.so", root).unlink(),
     "a blob was written to through a bundle": lambda root: append(first(root, "model.so")),
     "a blob has another time": lambda root: os.utime(blob("model.so", root)),
+    "a file that only a bundle has was written to": lambda root: append(first(root, "provenance.json")),
     "a file of a bundle is gone": lambda root: first(root).unlink(),
     "a file was put into a bundle": lambda root: first(root).with_name("mine").touch(),
     "a file of a bundle was replaced": lambda root: swap(first(root)),
