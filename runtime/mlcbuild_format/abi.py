@@ -92,9 +92,6 @@ class Argument:
     """Sizes of the dimensions of a library function's argument, each a number, a letter or name that stands
     for a size (the docstring of abi.py lists them), or a sum such as "b+1"; () for a scalar, or if the
     library decides the shape."""
-    in_place: bool = False
-    """True if the library function writes into this argument. Some that are written have False: `positions`,
-    `slots` and `kv_lengths` in a decode loop, `logits` and `tokens` in `sample_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ class Function:
 
 PARAMS = Argument("params", None)
 BATCH = (
-    Argument("pages", None, in_place=True),
+    Argument("pages", None),
     Argument("positions", "int32", ("n",)),
     Argument("slots", "int32", ("n",)),
     Argument("q_indptr", "int32", ("b+1",)),
@@ -149,19 +146,19 @@ _ROWS = Argument("logit_positions", "int32", ("q",))
 _SAMPLING = Argument("sampling_params", SAMPLING_DTYPE, ("q", len(SAMPLING_COLUMNS)))
 _MASKS = Argument("masks", "int32", ("m", "w"))
 _EMBEDDINGS = Argument("input_embeds", "float32", (1, "n", "hidden"))
-_STEP = (_TOKENS, _ROWS, _SAMPLING, Argument("sampled", "int32", ("q",), in_place=True), _MASKS, *BATCH)
+_STEP = (_TOKENS, _ROWS, _SAMPLING, Argument("sampled", "int32", ("q",)), _MASKS, *BATCH)
 _LOOP = (
-    Argument("tokens", "int32", ("n",), in_place=True),
+    Argument("tokens", "int32", ("n",)),
     Argument("logit_positions", "int32", ("n",)),
-    Argument("sampling_params", SAMPLING_DTYPE, ("n", len(SAMPLING_COLUMNS)), in_place=True),
+    Argument("sampling_params", SAMPLING_DTYPE, ("n", len(SAMPLING_COLUMNS))),
     _MASKS,
     Argument("random_numbers", SAMPLING_DTYPE, ("k", "n")),
     Argument("stops_at_eos", "int32", ("n",)),
     Argument("eos_tokens", "int32", ("e",)),
     Argument("interrupt", "int32", (1,)),
-    Argument("sampled_tokens", "int32", ("k", "n"), in_place=True),
-    Argument("state", "int32", (len(STATE_COLUMNS),), in_place=True),
-    Argument("continues", "bool", in_place=True),
+    Argument("sampled_tokens", "int32", ("k", "n")),
+    Argument("state", "int32", (len(STATE_COLUMNS),)),
+    Argument("continues", "bool"),
 )
 """The arguments of the library functions that run a loop of decode steps with one token per sequence, except
 those that describe the batch.
