@@ -57,7 +57,7 @@ class Router:
     """Number of groups from which experts are chosen: those with the largest group scores."""
     scale: float = 1.0
     """Factor by which the weights of the chosen experts are multiplied, after any division by their sum; 1:
-    they are not scaled. sparsemixer ignores it."""
+    they are not scaled, as with sparsemixer."""
     jitter: float | None = None
     """The parameter of sparsemixer: an expert counts for the softmax only if its logit l satisfies (L - l) /
     max(|l|, L) <= 2 * jitter, where L is the largest logit of the experts not chosen yet. None for other
@@ -148,6 +148,8 @@ def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
         yield "jitter and scores by sparsemixer need each other"
     if router.scores == "sparsemixer" and (block.chosen != 2 or router.groups > 1 or router.correction):
         yield "sparsemixer chooses 2 experts, without groups and correction"
+    if router.scores == "sparsemixer" and router.scale != 1:
+        yield "sparsemixer does not scale the weights of its experts"
     if block.shared_gate and not block.shared_size:
         yield "shared_gate needs a shared feed-forward"
 

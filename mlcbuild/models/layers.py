@@ -146,7 +146,8 @@ class Attention:
     """The c in c * tanh(score / c), which limits attention scores; None: they are not limited."""
     qk_norm_span: HeadNorm = "head"
     qk_norm_last: bool = False
-    """True if queries and keys are normalized after the rotation (Hunyuan), False if before it."""
+    """True if queries and keys are normalized after the rotation (Hunyuan), each head by itself; False if
+    before it."""
     clip: float | None = None
     """Limit to which queries, keys and values are clipped, -clip .. clip, before the rotation (OLMo, OLMoE);
     None: they are not clipped. Queries and keys are normalized before they are clipped, unless
@@ -247,6 +248,8 @@ def _attention_faults(block: Attention, ropes: Sequence[Rope]) -> Iterator[str]:
         yield "heads, kv_heads, head_dim and a window must be at least 1"
     elif block.heads % block.kv_heads:
         yield f"{block.kv_heads} key-value heads do not divide {block.heads} heads"
+    if block.qk_norm_last and block.qk_norm_span == "heads":
+        yield "a norm over all heads together must precede the rotation: qk_norm_last needs another span"
     if block.rope is None:
         return
     if block.rope >= len(ropes):

@@ -36,7 +36,7 @@ from mlcbuild.models import (
     serial,
 )
 from mlcbuild.models.family import ATTENTION, DENSE, EXPERTS, LATENT, LAYER, NORMS
-from tests.configs import attention_of, with_windows
+from tests.configs import attention_of, with_attention, with_windows
 
 NORM = RmsNorm(1e-6)
 LATENT_MIXER = LatentAttention(4, 6, 4, 2, 3, 1.0, 1e-6)
@@ -165,6 +165,10 @@ def test_every_parameter_of_a_block_has_tensor_names() -> None:
             replace(MODEL, layers=(replace(PLAIN, norms=Norms(NORM, RmsNorm(0.0))),)),
             "layers.0: frequencies, scales, caps and the norm's epsilon must be finite and above 0",
         ),
+        (
+            with_attention(MODEL, qk_norm=NORM, qk_norm_span="heads", qk_norm_last=True),
+            "layers.0: a norm over all heads together must precede the rotation",
+        ),
         (replace(MODEL, layers=(replace(PLAIN, feed_forward=Dense(0)),)), "size must be at least 1, found 0"),
         (
             replace(MODEL, layers=(replace(PLAIN, feed_forward=Experts(257, 2, 8)),) * 511),
@@ -239,6 +243,10 @@ def test_time_grows_linearly_with_layers() -> None:
         (
             Experts(8, 3, 8, router=Router("sparsemixer", jitter=0.1)),
             "sparsemixer chooses 2 experts, without groups and correction",
+        ),
+        (
+            Experts(8, 2, 8, router=Router("sparsemixer", scale=2.0, jitter=0.1)),
+            "sparsemixer does not scale the weights of its experts",
         ),
         (Experts(8, 2, 8, shared_gate=True), "shared_gate needs a shared feed-forward"),
         (Experts(8, 2, 8, clamp=Clamp(0.0, 1.0)), "must be finite and above 0"),
