@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
-from mlcbuild.checkpoints.gguf_blocks import TYPES, BlockType
+from mlcbuild.checkpoints.gguf_types import TYPES, BlockType
+from mlcbuild.quant.codebooks import CODEBOOKS
 
 HALVES = {
     "Q4_0": (0,),
@@ -23,9 +25,32 @@ HALVES = {
     "MXFP4": (),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
+    "NVFP4": (),
+    "Q1_0": (0,),
+    "Q2_0": (0,),
+    **dict.fromkeys(CODEBOOKS - {"IQ1_M"}, (0,)),
+    "IQ1_M": (),
 }
-"""Name of a GGUF type -> byte offsets of the float16 fields in each of its blocks."""
+"""Name of a GGUF type -> byte offsets of the float16 fields in each of its blocks. NVFP4 has none; in IQ1_M
+the bits of the only one are in four places."""
 SPECIAL = np.array([0.0, -0.0, 2.0**-24, -(2.0**-24), 2.0**-14, 1.0], np.float16)
+
+
+def reference(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
+    """Returns the float32 weights of quantized rows, uint8 [rows, bytes of a row], as the package gguf
+    decodes them or, for the two types that it does not decode, as their definition in ggml says."""
+    with np.errstate(all="ignore"):
+        if kind.name not in ("Q1_0", "Q2_0"):
+            weights: NDArray[np.float32] = quants.dequantize(raw, GGMLQuantizationType(kind.number))
+            return weights
+        blocks = raw.reshape(-1, kind.size)
+        scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+        width = int(kind.name[1])
+        bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(len(blocks), -1, width)
+        codes = (bits * (1 << np.arange(width))).sum(axis=-1).astype(np.float32)
+        centred = 2 * codes - 1 if width == 1 else codes - 1
+        own: NDArray[np.float32] = (centred * scales).reshape(len(raw), -1)
+        return own
 
 
 def kind_of(name: str) -> BlockType:
@@ -43,4 +68,6 @@ def finite_rows(name: str, rows: int, columns: int, seed: int) -> NDArray[np.uin
         blocks[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
     if name == "MXFP4":
         blocks[:, 0] = rng.integers(120, 136, len(blocks))
+    if name == "IQ1_M":  # the sign and the high bits of the exponent of its scale
+        blocks[:, 55] = blocks[:, 55] & 15 | 0x30
     return blocks.reshape(rows, -1)

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from tests.blocks import finite_rows
+
 Floats = NDArray[np.float32]
 
 KEYS = {
@@ -202,6 +204,10 @@ def _quantized(values: Floats, kind: gguf.GGMLQuantizationType) -> NDArray[np.ui
         packed: NDArray[np.uint8] = gguf.quants.quantize(values, kind)
     except NotImplementedError:
         weights, size = gguf.GGML_QUANT_SIZES[kind]
+        if kind.name.startswith("IQ"):
+            return finite_rows(kind.name, values.size // values.shape[-1], values.shape[-1], 1).reshape(
+                *values.shape[:-1], -1
+            )
         rng = np.random.default_rng(values.size)
         packed = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // weights, size), np.uint8)
         packed[..., 1:4:2] &= 0x3F  # the two scales of K-quants in float16: neither infinite nor NaN

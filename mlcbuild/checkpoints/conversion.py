@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,21 +48,18 @@ from mlcbuild.quant import (
     stored_parameters,
 )
 from mlcbuild.quant.choice import scheme_of
+from mlcbuild.quant.codebooks import quantized_again
 from mlcbuild.quant.floats import Array, Scratch, narrow
 from mlcbuild.quant.importance import importance_of
 from mlcbuild.quant.stack import Stack
 
 SHARD_BYTES = 2_000_000_000
-"""Maximum bytes of tensor data in one weights file, beyond which a new file begins. Only a file that holds a
-single larger tensor exceeds it.
-"""
+"""Maximum bytes of tensor data in one weights file; only a file with a single larger tensor exceeds it."""
 CHUNK_BYTES = 4 << 20
 """Number of checkpoint bytes that a worker thread reads at once, about: it reads whole rows."""
 BLOCK_BYTES = 2 << 20
 """Bytes of one write to a weights file, at a multiple of this number in the file; the last may be shorter.
-
-The system then keeps the file in huge pages where it supports them; with small pages, TLB misses take a tenth
-of the time of a decoding step."""
+Systems then keep the file in huge pages if they can; with small ones, TLB misses take a tenth of decoding."""
 
 
 def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -91,14 +89,17 @@ def write(
     importance: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
 ) -> None:
     """Quantizes every parameter to a scheme, and writes the weights files weights-0000i-of-0000N.safetensors
-    to `out`. sources: where each parameter is in the checkpoint; cores: number of threads; importance: name
-    of a matrix -> importance of its columns, float32 [columns]. Raises CheckpointError with all problems,
-    UsageError if a format lacks the scheme's physical layout, StepError when `out` cannot be written.
-    """
+    to `out`; a `note:` line in the log names types that `as-is` cannot keep. sources: where each parameter is
+    in the checkpoint; cores: number of threads; importance: name of a matrix -> importance of its columns,
+    float32 [columns]. Raises CheckpointError with all problems, UsageError if a format lacks the scheme's
+    physical layout, StepError when `out` cannot be written."""
     tensors = stored_parameters([source.param for source in sources], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
     metadata = {"format": FORMAT, "signature": tied, "scheme": scheme.name}
     notes = {piece.note for source in sources for piece in source.pieces if isinstance(piece, ComputedTensor)}
+    if remark := quantized_again(scheme.name, (source.kinds for source in sources)):
+        sys.stderr.write(f"note: {remark}\n")
+        notes.add(remark)
     if notes - {""}:
         metadata["source"] = "; ".join(sorted(notes - {""}))
     shards = lay_out(tensors, metadata, SHARD_BYTES)
@@ -385,8 +386,7 @@ def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, W
 
 def unpacked_parameter(param: Param, scheme: Storage, parts: Sequence[Array]) -> Weight:
     """Returns the float32 values of a quantized parameter: an array, or a stack of matrices that are unpacked
-    one at a time. parts: the arrays of its stored tensors, such as codes and scales.
-    """
+    one at a time. parts: the arrays of its stored tensors, such as codes and scales."""
     matrix, storage = param.matrix, scheme_for(scheme, param.name)
     if matrix is None:
         return parts[0].astype(np.float32)

@@ -20,44 +20,33 @@ that turn codes into weights. The table lists the fields of a block in the order
 | MXFP4 | e 1, low 16 | 2^(e - 128) TWICE_E2M1[q] | 32 |
 | TQ1_0 | low 52 (base 3), d f16 | d (q - 1) | 256 |
 | TQ2_0 | low 64, d f16 | d (q - 1) | 256 |
+| NVFP4 | e 4, low 32 (8 for each scale) | (e as E4M3 / 2) TWICE_E2M1[q] | 16 |
+| Q1_0 | d f16, low 16 | d (2 q - 1) | 128 |
+| Q2_0 | d f16, low 16 | d (q - 1) | 64 |
 
 `low 16` is 16 bytes of the low bits of the codes `q`, and `high` holds the bits above those; `s` holds
 integer factors of groups; f16 is a float16. Codes are packed in runs of bytes: the lowest bits of each byte
 of a run come first, then the next higher bits of each byte, and so on (`high 4`: all bits of a byte, then of
-the next). Numbers are little-endian. A weight is computed in float32 and rounded after each operation;
-products in parentheses, and those with a minimum, come first.
+the next; Q1_0 and Q2_0 the same). Numbers are little-endian. A weight is computed in float32 and rounded
+after each operation; products in parentheses, and those with a minimum, come first. The types whose weights
+are codebooks (IQ1, IQ2, IQ3) are decoded by ggml's package gguf, which holds their codebooks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mlcbuild.checkpoints.gguf_types import TYPES, BlockType
 from mlcbuild.quant.blocks import BlockRows
 from mlcbuild.quant.floats import widen
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """A type of GGUF tensors: its name, number and block size."""
-
-    name: str
-    """The name of a GGUF tensor type in ggml, such as "Q4_K"."""
-    number: int
-    """The number of a GGUF tensor type in the tensor table of a GGUF file."""
-    weights: int
-    """Number of weights in one block of a quantized GGUF tensor type; 1 for types of plain numbers."""
-    size: int
-    """Size in bytes of one block of a GGUF tensor type: consecutive weights that share scales."""
 
 
 class _Decoded(NamedTuple):
@@ -70,7 +59,7 @@ class _Decoded(NamedTuple):
     codes: Bytes
     """The integer codes of the weights, uint8 [blocks, weights of a block], whose bits are those of int8."""
     scale: Floats
-    """The scale of each quantized block as float32, [blocks, 1]."""
+    """The scale of each quantized block as float32, [blocks, 1], or of each quarter of it, [blocks, 4]."""
     steps: NDArray[np.int8] | None = None
     """The integer factor of each group's scale, [blocks, groups of a block]; None: all factors are 1."""
     minimum: Floats | None = None
@@ -98,6 +87,19 @@ TWICE_E2M1. The first two values are subnormal, and byte 255 is not treated as N
 """
 
 
+def _half_ue4m3(byte: int) -> float:
+    """Returns half of the number that a byte stands for as a scale of NVFP4: an 8-bit float (E4M3) whose sign
+    is ignored. As in ggml, byte 127 (NaN) stands for 0, and byte 255 for 480."""
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    if byte == 127:
+        return 0.0
+    return math.ldexp(fraction, -10) if exponent == 0 else math.ldexp(8 + fraction, exponent - 11)
+
+
+HALF_UE4M3 = np.array([_half_ue4m3(byte) for byte in range(256)], np.float32)
+"""Byte of a scale of NVFP4 -> half of its value, for codes of TWICE_E2M1."""
+
+
 def dequantize(raw: Bytes, kind: BlockType, out: Floats) -> None:
     """Writes the float32 weights of whole rows of a GGUF tensor to `out`, with the same bits as the gguf
     package of ggml computes.
@@ -113,10 +115,13 @@ def dequantize(raw: Bytes, kind: BlockType, out: Floats) -> None:
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
             part = blocks[start : start + step]
-            if kind in _DECODERS:
-                _scale(_DECODERS[kind](part), weights[start : start + step])
+            place = weights[start : start + step]
+            if kind.name in _DECODERS:
+                _scale(_DECODERS[kind.name](part), place)
+            elif kind.name in _NUMBERS:
+                _convert(part.view(_NUMBERS[kind.name]), place)
             else:
-                _convert(part.view(_NUMBERS[kind]), weights[start : start + step])
+                np.copyto(place, _from_codebook(part, kind))
 
 
 def unpack(raw: Bytes, kind: BlockType) -> BlockRows:
@@ -124,18 +129,18 @@ def unpack(raw: Bytes, kind: BlockType) -> BlockRows:
     integer codes [rows, columns], for blocks of columns float32 scales and the type's minima, if any, and for
     groups of columns the integers by which types ending in _K and IQ4_XS multiply these.
 
-    Raises ValueError for a type of plain numbers.
+    Raises ValueError for a type of plain numbers or with a codebook.
     """
-    if kind not in _DECODERS:
-        raise ValueError(f"{kind.name} is not quantized; read it with dequantize()")
-    decoded = _DECODERS[kind](np.ascontiguousarray(raw).reshape(-1, kind.size))
+    if kind.name not in _DECODERS:
+        raise ValueError(f"{kind.name} has no integer codes with scales; read it with dequantize()")
+    decoded = _DECODERS[kind.name](np.ascontiguousarray(raw).reshape(-1, kind.size))
     fields: list[Any] = [None if field is None else field.reshape(len(raw), -1) for field in decoded]
     return BlockRows(*fields)
 
 
 def _check(raw: Bytes, kind: BlockType, out: Floats) -> None:
     if TYPES.get(kind.number) != kind:
-        raise ValueError(f"{kind} is not in gguf_blocks.TYPES; pass one of its values")
+        raise ValueError(f"{kind} is not in gguf_types.TYPES; pass one of its values")
     if raw.ndim != 2 or raw.dtype != np.uint8:
         raise ValueError(f"{kind.name}: raw needs two axes of uint8, got shape {raw.shape} of {raw.dtype}")
     rows, size = raw.shape
@@ -155,6 +160,14 @@ def _convert(numbers: NDArray[Any], out: Floats) -> None:
         widen(numbers, out)
     else:
         np.copyto(out, numbers, casting="same_kind")
+
+
+def _from_codebook(blocks: Bytes, kind: BlockType) -> Floats:
+    """Returns the float32 weights of blocks of a type whose values are a codebook, as the package gguf
+    decodes them."""
+    from gguf import GGMLQuantizationType, quants
+
+    return quants.dequantize(blocks, GGMLQuantizationType(kind.number))
 
 
 def _scale(decoded: _Decoded, out: Floats) -> None:
@@ -333,68 +346,51 @@ def _tq2_0(blocks: Bytes) -> _Decoded:
     return _Decoded(_codes(blocks, 0, 2, 32, 2) - 1, _half(blocks, 64))
 
 
-_NUMBERS: Mapping[BlockType, DTypeLike] = {
-    BlockType("F32", 0, 1, 4): np.float32,
-    BlockType("F16", 1, 1, 2): np.float16,
-    BlockType("I8", 24, 1, 1): np.int8,
-    BlockType("I16", 25, 1, 2): np.int16,
-    BlockType("I32", 26, 1, 4): np.int32,
-    BlockType("I64", 27, 1, 8): np.int64,
-    BlockType("F64", 28, 1, 8): np.float64,
-    BlockType("BF16", 30, 1, 2): np.uint16,
+def _nvfp4(blocks: Bytes) -> _Decoded:
+    codes = TWICE_E2M1.take(_codes(blocks, 4, 4, 8, 4)).view(np.uint8)
+    return _Decoded(codes, HALF_UE4M3[blocks[:, :4]])
+
+
+def _q1_0(blocks: Bytes) -> _Decoded:
+    return _Decoded(_codes(blocks, 2, 16, 1, 1) * np.uint8(2) - 1, _half(blocks, 0))
+
+
+def _q2_0(blocks: Bytes) -> _Decoded:
+    return _Decoded(_codes(blocks, 2, 16, 1, 2) - 1, _half(blocks, 0))
+
+
+_NUMBERS: Mapping[str, DTypeLike] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F64": np.float64,
+    "BF16": np.uint16,
 }
-"""GGUF tensor type (a BlockType) of plain numbers -> NumPy dtype of one number; uint16 holds the bits of
+"""Name of a GGUF tensor type of plain numbers -> NumPy dtype of one number; uint16 holds the bits of
 bfloat16."""
-_DECODERS: Mapping[BlockType, Callable[[Bytes], _Decoded]] = {
-    BlockType("Q4_0", 2, 32, 18): _q4_0,
-    BlockType("Q4_1", 3, 32, 20): _q4_1,
-    BlockType("Q5_0", 6, 32, 22): _q5_0,
-    BlockType("Q5_1", 7, 32, 24): _q5_1,
-    BlockType("Q8_0", 8, 32, 34): _q8_0,
-    BlockType("Q2_K", 10, 256, 84): _q2_k,
-    BlockType("Q3_K", 11, 256, 110): _q3_k,
-    BlockType("Q4_K", 12, 256, 144): _q4_k,
-    BlockType("Q5_K", 13, 256, 176): _q5_k,
-    BlockType("Q6_K", 14, 256, 210): _q6_k,
-    BlockType("IQ4_NL", 20, 32, 18): _iq4_nl,
-    BlockType("IQ4_XS", 23, 256, 136): _iq4_xs,
-    BlockType("TQ1_0", 34, 256, 54): _tq1_0,
-    BlockType("TQ2_0", 35, 256, 66): _tq2_0,
-    BlockType("MXFP4", 39, 32, 17): _mxfp4,
+_DECODERS: Mapping[str, Callable[[Bytes], _Decoded]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    "Q1_0": _q1_0,
+    "Q2_0": _q2_0,
 }
-"""Quantized GGUF tensor type -> function that unpacks blocks, uint8 [blocks, bytes of a block], and returns
-their fields as a `_Decoded`.
+"""Name of a quantized GGUF tensor type -> function that unpacks blocks, uint8 [blocks, bytes of a block], and
+returns their fields as a `_Decoded`. Types of CODEBOOKS have none.
 """
-
-TYPES: Mapping[int, BlockType] = MappingProxyType({kind.number: kind for kind in (*_NUMBERS, *_DECODERS)})
-"""Number of a GGUF tensor type -> the type, for all types that this module can decode."""
-
-UNREADABLE: Mapping[int, str] = MappingProxyType(
-    {
-        # removed from ggml
-        4: "Q4_2",
-        5: "Q4_3",
-        31: "Q4_0_4_4",
-        32: "Q4_0_4_8",
-        33: "Q4_0_8_8",
-        36: "IQ4_NL_4_4",
-        37: "IQ4_NL_4_8",
-        38: "IQ4_NL_8_8",
-        # activations, never in files
-        9: "Q8_1",
-        15: "Q8_K",
-        # The values of these types are codebooks of 256 to 2048 vectors, which no rule generates.
-        16: "IQ2_XXS",
-        17: "IQ2_XS",
-        18: "IQ3_XXS",
-        19: "IQ1_S",
-        21: "IQ3_S",
-        22: "IQ2_S",
-        29: "IQ1_M",
-        # A second tensor holds a scale of all weights.
-        40: "NVFP4",
-        # The gguf package, with which dequantize() is compared, does not read it.
-        41: "Q1_0",
-    }
-)
-"""Number of a GGUF tensor type -> its name, for the types that this module cannot decode."""

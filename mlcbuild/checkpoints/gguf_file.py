@@ -24,7 +24,7 @@ from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 
 from mlcbuild.checkpoints.checkpoint_kinds import GGUF_PART
-from mlcbuild.checkpoints.gguf_blocks import TYPES, UNREADABLE
+from mlcbuild.checkpoints.gguf_types import TYPES, UNREADABLE
 from mlcbuild.errors import CheckpointError
 
 Numbers: TypeAlias = NDArray[np.generic]

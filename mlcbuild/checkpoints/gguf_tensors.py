@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 
-from mlcbuild.checkpoints.gguf_blocks import TYPES, BlockType, dequantize, unpack
+from mlcbuild.checkpoints.gguf_blocks import dequantize, unpack
 from mlcbuild.checkpoints.gguf_file import Gguf, Value, read_gguf, shown
+from mlcbuild.checkpoints.gguf_types import TYPES, BlockType
 from mlcbuild.checkpoints.shards import ComputedTensor, PackedTensor, RowReader
 from mlcbuild.errors import CheckpointError, did_you_mean
+from mlcbuild.quant.codebooks import CODEBOOKS
 
 
 @dataclass(frozen=True)
@@ -170,16 +173,18 @@ def read_tensors(path: Path) -> dict[str, PackedTensor | ComputedTensor]:
     tensor of its own, since parameters join the rows of one expert's matrices; biases have a row for each
     expert.
 
-    Raises CheckpointError for a damaged file, an unsupported architecture, and a tensor whose shape does not
-    fit the number of heads or of experts.
+    Raises CheckpointError for a damaged file, an unsupported architecture, a type that only the package gguf
+    decodes if that is missing, and a tensor whose shape does not fit the number of heads or of experts.
     """
     gguf = read_gguf(path)
+    _check_decoders(gguf, path)
     name, architecture = architecture_of(gguf, str(path))
     counts = _head_counts(gguf, name, str(path)) if architecture.interleaved else {}
     tensors: dict[str, PackedTensor | ComputedTensor] = {}
     biases: dict[str, PackedTensor] = {}
+    scales = _matrix_scales(gguf.tensors)
     for gguf_name, tensor in gguf.tensors.items():
-        if gguf_name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS):
+        if gguf_name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or gguf_name in scales:
             continue
         match = _LAYER_NAME.fullmatch(gguf_name)
         kind = match[2] if match else gguf_name.partition(".")[0]
@@ -191,15 +196,67 @@ def read_tensors(path: Path) -> dict[str, PackedTensor | ComputedTensor]:
                 f"{tensor.shape[0]}; fetch the file again"
             )
         packed = _packed(tensor, _hub_name(architecture, gguf_name), shift, heads)
+        scale = scales.get(gguf_name.removesuffix("weight") + "scale")
         if stack := _STACK.fullmatch(gguf_name):
-            tensors |= {part.name: part for part in _experts(packed, stack[1], stack[2])}
+            parts = [*_experts(packed, stack[1], stack[2])]
+            tensors |= {part.name: part for part in _scaled(parts, scale)}
         elif bias := _STACK_BIAS.fullmatch(gguf_name):
             biases[f"model.layers.{bias[1]}.mlp.experts.{bias[2]}_proj.bias"] = packed
         elif packed.name.endswith("shared_expert_gate.weight"):
             tensors[packed.name] = replace(packed, shape=(1, math.prod(packed.shape)))
         else:
-            tensors[packed.name] = packed
+            (tensors[packed.name],) = _scaled([packed], scale)
     return tensors | _joined_biases(biases)
+
+
+def _matrix_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns name in a GGUF file -> tensor, for the tensors that scale whole matrices of the type NVFP4
+    (`scale`: a number for the matrix, or one for each expert) or their activations (`input_scale`)."""
+    names = [name.removesuffix("weight") for name, tensor in tensors.items() if tensor.dtype == "NVFP4"]
+    places = [f"{name}{part}" for name in names for part in ("scale", "input_scale")]
+    return {name: tensors[name] for name in places if name in tensors}
+
+
+def _scaled(parts: Sequence[PackedTensor], scale: Tensor | None) -> Sequence[PackedTensor | ComputedTensor]:
+    """Returns the matrices `parts` multiplied by numbers of the tensor `scale`, which has one for all of them
+    or one for each equal share of them, in order; unchanged if `scale` is None. Raises CheckpointError if the
+    tensor has another type than float32 or another size."""
+    if scale is None:
+        return parts
+    count = math.prod(scale.shape)
+    if scale.dtype != "F32" or len(parts) % count:
+        raise CheckpointError(
+            f"{scale.path}: tensor '{shown(scale.name)}' must have one F32 number for each matrix, found "
+            f"{scale.dtype} {list(scale.shape)}; fetch the file again"
+        )
+    flat = replace(scale, shape=(count,))
+    return [
+        ComputedTensor(
+            *(part.name, "F32", part.shape, part.path, part.start, part.size),
+            partial(_times, part, flat, index * count // len(parts)),
+            note="NVFP4 with a scale of the whole matrix; no format below float32 holds its values exactly",
+        )
+        for index, part in enumerate(parts)
+    ]
+
+
+def _times(
+    part: PackedTensor, scale: Tensor, index: int, reader: RowReader, first: int, count: int
+) -> NDArray[np.float32]:
+    """Returns `count` rows from row `first` on of a matrix, times the element `index` of a vector."""
+    factor: NDArray[np.float32] = reader.elements(scale, (index, index + 1))
+    return reader.values(part, first, count) * factor
+
+
+def _check_decoders(gguf: Gguf, path: Path) -> None:
+    """Raises CheckpointError if a tensor of a GGUF file has a type that only the package gguf decodes, and
+    this package is not installed."""
+    types = sorted({tensor.dtype for tensor in gguf.tensors.values()} & CODEBOOKS)
+    if types and find_spec("gguf") is None:
+        raise CheckpointError(
+            f"{path}: the package gguf, which decodes its tensors of the types {', '.join(types)}, is not "
+            "installed; pip install 'mlcbuild[gguf]', or use a file of another quantization, such as Q4_K_M"
+        )
 
 
 def _packed(tensor: Tensor, name: str, shift: float, heads: int) -> PackedTensor:
@@ -214,7 +271,8 @@ def _packed(tensor: Tensor, name: str, shift: float, heads: int) -> PackedTensor
             "must not be quantized: use another file, or convert the model again"
         )
     decode = partial(_decode, block, shift)
-    own_blocks = partial(unpack, kind=block) if block.weights > 1 and not shift else None
+    has_codes = block.weights > 1 and block.name not in CODEBOOKS
+    own_blocks = partial(unpack, kind=block) if has_codes and not shift else None
     place = (tensor.path, tensor.start, tensor.size)
     return PackedTensor(name, tensor.dtype, tensor.shape, *place, decode, heads, own_blocks)
 

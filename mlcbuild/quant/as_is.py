@@ -1,5 +1,6 @@
 """Chooses formats for the scheme `as-is`, which keeps the values of a quantized checkpoint: for each
-parameter one that can store every value of the types in which the checkpoint stores it."""
+parameter one that can store every value of the types in which the checkpoint stores it. Only values of types
+with codebooks (GGUF's IQ1, IQ2 and IQ3) are quantized again."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 from mlcbuild.canon import digest
 from mlcbuild.models import Param
+from mlcbuild.quant.codebooks import CODEBOOKS
 from mlcbuild.quant.format import load_format
 from mlcbuild.quant.scheme import Scheme, matches
 
@@ -17,6 +19,9 @@ AS_IS = Scheme(NAME, NAME, activation_bits=8)
 """The scheme `as-is` that a recipe may name, which keeps the values of a quantized checkpoint. Its format is
 a placeholder: `resolved` replaces it once the types of the checkpoint's tensors are known."""
 
+AGAIN = "q4l"
+"""The format in which `as-is` stores types whose weights are entries of a codebook. It quantizes them again:
+the exact values would take 8 bits. Their entries are nearly evenly spaced, so 4 bits lose little."""
 FORMATS: Mapping[str, str] = {
     "Q4_0": "q4_0",
     "TQ1_0": "q4_0",
@@ -33,15 +38,22 @@ FORMATS: Mapping[str, str] = {
     "Q5_K": "q5_k",
     "Q6_K": "q6_k",
     "IQ4_XS": "iq4_xs",
+    "Q1_0": "q4_0",
+    "Q2_0": "q4_0",
     "F16": "f16",
+    **dict.fromkeys(sorted(CODEBOOKS), AGAIN),
 }
-"""Type of a GGUF tensor -> name of the smallest format that can store its values; tensors of other types are
-stored in float32.
+"""Type of a GGUF tensor -> name of the smallest format that can store its values, or AGAIN; tensors of other
+types are stored in float32.
 """
+_QUANTIZING: Mapping[int, str] = {4: AGAIN, 5: "q5l", 6: "q6l", 8: "q8s"}
+"""Number of bits of a code -> the format that quantizes weights to so many bits."""
 _NOT_IN_GGUF: Mapping[str, str] = {"Q6_1": "q8_1"}
 """Type of a tensor in checkpoints other than GGUF (GPTQ, AWQ, MLX, compressed-tensors), named in GGUF's style
 -> name of the smallest stored format that can hold its values. Q6_1 has 6 bits, a scale and a minimum."""
-_MIXED = (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k")
+_MIXED = tuple(
+    name for name in (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k") if name not in ("f16", AGAIN)
+)
 _EXACT = "f32"
 UNQUANTIZED = (
     "'as-is' keeps the values of quantized tensors, and this checkpoint has none; choose a scheme such as "
@@ -57,17 +69,20 @@ of its texts. Longer patterns are divided into several overrides."""
 def format_for(types: Collection[str]) -> str:
     """Returns the name of the smallest stored format, such as "q4_0" or "f32", that can store the values of
     every type in `types`: the types, such as "Q4_K", of the checkpoint's tensors (at least one) that make up
-    one matrix. The smallest has the fewest bits per weight."""
+    one matrix. The smallest has the fewest bits per weight. If a type has a codebook and none is a type of
+    floats, the result is a format that quantizes the matrix again, with the bits of the widest codes."""
     formats = {FORMATS.get(name) or _NOT_IN_GGUF.get(name, _EXACT) for name in types}
     if len(formats) == 1:
         return formats.pop()
     if formats & {"f16", _EXACT}:
         return _EXACT
+    if AGAIN in formats:
+        return _QUANTIZING[max(load_format(name, "x16").bits for name in formats)]
     blocks = [load_format(name, "x16").blocks for name in formats]
     holding = []
     for name in _MIXED:
-        form = None if name == "f16" else load_format(name, "x16")
-        if form and form.blocks and all(other and form.blocks.holds(other) for other in blocks):
+        form = load_format(name, "x16")
+        if form.blocks and all(other and form.blocks.holds(other) for other in blocks):
             holding.append((form.bits_per_weight, name))
     return min(holding)[1] if holding else _EXACT
 
@@ -82,7 +97,7 @@ def undecided(scheme: Scheme) -> Scheme:
     """Returns the scheme `as-is` for a checkpoint on a hub. Its `choices` are all formats that can store
     quantized tensors, among which a build step chooses by the types of the checkpoint's tensors. The
     overrides of `scheme` stay, and decide first."""
-    names = sorted({*FORMATS.values(), *_NOT_IN_GGUF.values(), *_MIXED, _EXACT})
+    names = sorted({*FORMATS.values(), *_NOT_IN_GGUF.values(), *_MIXED, *_QUANTIZING.values(), _EXACT})
     choices = {
         other.name: other for other in (*map(_scheme, names), *(other for _, other in scheme.overrides))
     }
@@ -91,8 +106,8 @@ def undecided(scheme: Scheme) -> Scheme:
 
 def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Sequence[Param]) -> Scheme:
     """Returns a scheme that stores each matrix in the smallest format that holds its values in the checkpoint
-    exactly, and other parameters in float32. The overrides of `scheme` stay, and decide first. Its name is
-    "as-is-" and 8 digits of a digest of formats and patterns.
+    exactly (types with codebooks are quantized again instead), and other parameters in float32. The overrides
+    of `scheme` stay, and decide first. Its name is "as-is-" and 8 digits of a digest of formats and patterns.
 
     types: parameter name -> types, in GGUF's names, of the tensors that make up the parameter in the
     checkpoint. params: all parameters of the model.

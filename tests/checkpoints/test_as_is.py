@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from mlcbuild import models, pipeline, quant, recipe
 from mlcbuild.build.graph import Step
-from mlcbuild.checkpoints import conversion, exact_weights
+from mlcbuild.checkpoints import conversion, exact_weights, gguf_tensors
 from mlcbuild.checkpoints.fetch import Pinned
 from mlcbuild.checkpoints.gguf_config import normalise
+from mlcbuild.checkpoints.gguf_tensors import read_tensors
+from mlcbuild.checkpoints.headers import read_header
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock, Locked
 from mlcbuild.checkpoints.mapping import locate
@@ -29,6 +31,7 @@ from mlcbuild.models import parameters
 from mlcbuild.models.action import normalise as plain
 from mlcbuild.models.parsing import parse, tensor_names
 from mlcbuild.quant import Storage
+from mlcbuild.quant.codebooks import CODEBOOKS
 from tests.conftest import TINY
 from tests.gguf_experts import write_model
 from tests.gguf_files import write_gguf
@@ -96,18 +99,23 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+def _random_tensors() -> dict[str, NDArray[np.float32]]:
+    """Returns name -> random values, for all tensors of a checkpoint with the config EXPERTS."""
+    config = parse(EXPERTS)
+    rng, sizes = np.random.default_rng(3), dict[str, tuple[int, ...]]()
+    for param in parameters(config):
+        for piece in tensor_names(config).sources[param.name]:
+            sizes[piece.tensor] = (piece.rows, *param.shape[1:][-1:])
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("form", ["", "fused", "apart"])
 def test_every_value_of_experts_is_kept(kind: str, form: str, tmp_path: Path) -> None:
     """Checks that the converted weights of experts equal, bit for bit, those that the package gguf reads from
     the file."""
     config = parse(EXPERTS)
-    rng, sizes = np.random.default_rng(3), dict[str, tuple[int, ...]]()
-    for param in parameters(config):
-        for piece in tensor_names(config).sources[param.name]:
-            sizes[piece.tensor] = (piece.rows, *param.shape[1:][-1:])
-    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
-    write_model(EXPERTS, tensors, tmp_path / "m.gguf", kind, form=form)
+    write_model(EXPERTS, _random_tensors(), tmp_path / "m.gguf", kind, form=form)
     scheme = scheme_of(tmp_path)
     converted(tmp_path, scheme)
     unpacked = conversion.unpacked(tmp_path / "weights", config, scheme)
@@ -119,6 +127,67 @@ def test_every_value_of_experts_is_kept(kind: str, form: str, tmp_path: Path) ->
     for part in ("gate_up", "down"):
         stored = quant.scheme_for(scheme, f"layers.0.mlp.experts.{part}.weight").format
         assert stored == kind.lower()
+
+
+@pytest.mark.parametrize("kind", sorted(CODEBOOKS))
+def test_types_with_codebooks_are_quantized_again_and_the_run_says_so(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checks that a file of such a type, here with random codes, is stored in 4 bits, near the values that
+    the package gguf reads, and that log and weights file name the type."""
+    sizes = {"experts.gate_up": (3, 512, 256), "experts.down": (3, 256, 256)}
+    write_model(EXPERTS, _random_tensors(), tmp_path / "m.gguf", kind)
+    scheme = scheme_of(tmp_path)
+    converted(tmp_path, scheme)
+    remark = f"no format keeps the values of the type {kind}, so they are quantized again"
+    assert f"note: {remark}\n" in capsys.readouterr().err
+    header = read_header(tmp_path / "weights" / "weights-00001-of-00001.safetensors")
+    assert header.metadata["source"] == remark
+    unpacked = conversion.unpacked(tmp_path / "weights", parse(EXPERTS), scheme)
+    stacks = _stacks(tmp_path / "m.gguf")
+    exact = {"down": stacks["down"], "gate_up": np.concatenate([stacks["gate"], stacks["up"]], axis=1)}
+    for part, values in exact.items():
+        name = f"layers.0.mlp.experts.{part}.weight"
+        assert quant.scheme_for(scheme, name).format == "q4l"
+        stored = np.stack([np.asarray(unpacked[name][index]) for index in range(3)])
+        assert stored.shape == sizes[f"experts.{part}"]
+        error = np.linalg.norm(stored - values) / np.linalg.norm(values)
+        assert 0 < error < 0.06, error
+
+
+@pytest.mark.parametrize("scale", [np.array([0.25], np.float32), np.array([2.0, -0.5, 3.0], np.float32)])
+def test_nvfp4_is_multiplied_by_the_scale_of_its_matrix(scale: NDArray[np.float32], tmp_path: Path) -> None:
+    """Checks matrices whose scale is one number for all experts, or one for each."""
+    more = {
+        "blk.0.ffn_down_exps.scale": scale,
+        "blk.0.ffn_down_exps.input_scale": np.array([7.0], np.float32),
+    }
+    write_model(EXPERTS, _random_tensors(), tmp_path / "m.gguf", "NVFP4", more=more)
+    config = parse(EXPERTS)
+    exact = exact_weights.checkpoint(tmp_path / "m.gguf", config, tensor_names(config))
+    stored = exact["layers.0.mlp.experts.down.weight"]
+    expected = _stacks(tmp_path / "m.gguf")["down"] * scale[:, None, None]
+    np.testing.assert_array_equal(np.stack([np.asarray(stored[index]) for index in range(3)]), expected)
+
+
+def test_a_scale_of_nvfp4_must_fit_the_matrices(tmp_path: Path) -> None:
+    more = {"blk.0.ffn_down_exps.scale": np.array([1, 2], np.float32)}
+    write_model(EXPERTS, _random_tensors(), tmp_path / "m.gguf", "NVFP4", more=more)
+    with pytest.raises(
+        CheckpointError, match=r"_exps\.scale' must have one F32 number for each matrix, found"
+    ):
+        read_tensors(tmp_path / "m.gguf")
+
+
+def test_codebooks_need_the_package_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(EXPERTS, _random_tensors(), tmp_path / "m.gguf", "IQ2_XS")
+    monkeypatch.setattr(gguf_tensors, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError) as error:
+        read_tensors(tmp_path / "m.gguf")
+    assert str(error.value) == (
+        f"{tmp_path / 'm.gguf'}: the package gguf, which decodes its tensors of the types IQ2_XS, is not "
+        "installed; pip install 'mlcbuild[gguf]', or use a file of another quantization, such as Q4_K_M"
+    )
 
 
 def _stacks(path: Path) -> dict[str, NDArray[np.float32]]:

@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from mlcbuild.checkpoints import gguf_blocks
-from mlcbuild.checkpoints.gguf_blocks import TYPES, UNREADABLE, BlockType, dequantize
+from mlcbuild.checkpoints.gguf_blocks import dequantize
+from mlcbuild.checkpoints.gguf_types import TYPES, UNREADABLE, BlockType
+from mlcbuild.quant.codebooks import CODEBOOKS
 from tests.blocks import HALVES
+from tests.blocks import reference as expected
 
 INTEGERS_AND_DOUBLES: Mapping[str, DTypeLike] = {
     "I8": np.int8,
@@ -26,7 +29,7 @@ INTEGERS_AND_DOUBLES: Mapping[str, DTypeLike] = {
     "I64": np.int64,
     "F64": np.float64,
 }
-"""GGUF type that the package gguf does not dequantize -> NumPy dtype of its numbers."""
+"""GGUF type of plain numbers that the package gguf does not convert -> NumPy dtype of its numbers."""
 KINDS = [kind for kind in TYPES.values() if kind.name not in INTEGERS_AND_DOUBLES]
 QUANTIZED = [kind for kind in KINDS if kind.weights > 1]
 QUANTIZABLE = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
@@ -46,11 +49,6 @@ def dequantized(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
     out = np.full((raw.shape[0], raw.shape[1] // kind.size * kind.weights), 7.0, np.float32)
     dequantize(raw, kind, out)
     return out
-
-
-def expected(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
-    with np.errstate(all="ignore"):
-        return reference.dequantize(raw, GGMLQuantizationType(kind.number))
 
 
 def assert_same_bits(actual: NDArray[np.float32], other: NDArray[np.float32]) -> None:
@@ -81,9 +79,12 @@ def test_types_are_those_of_ggml() -> None:
     assert not set(TYPES) & set(UNREADABLE) and numbers <= set(TYPES) | set(UNREADABLE)
     for number in numbers & set(UNREADABLE):
         assert UNREADABLE[number] == GGMLQuantizationType(number).name
+    assert {kind.name for kind in TYPES.values()} >= CODEBOOKS
     for number, kind in TYPES.items():
-        assert kind.number == number and kind.name == GGMLQuantizationType(number).name
-        assert (kind.weights, kind.size) == GGML_QUANT_SIZES[GGMLQuantizationType(number)]
+        assert kind.number == number
+        if number in numbers:
+            assert kind.name == GGMLQuantizationType(number).name
+            assert (kind.weights, kind.size) == GGML_QUANT_SIZES[GGMLQuantizationType(number)]
 
 
 @each(KINDS)
@@ -105,9 +106,11 @@ def test_each_byte_takes_each_value(kind: BlockType) -> None:
 
 @each(QUANTIZED)
 def test_special_scales(kind: BlockType) -> None:
-    if kind.name == "MXFP4":
+    if kind.name in ("MXFP4", "NVFP4"):
         raw = random_rows(kind, 256, 4)
-        raw.reshape(256, 4, kind.size)[:, :, 0] = np.arange(256)[:, None]
+        raw.reshape(256, 4, kind.size)[:, :, : kind.weights // 16 if kind.name == "NVFP4" else 1] = np.arange(
+            256
+        )[:, None, None]
         assert_same_bits(dequantized(raw, kind), expected(raw, kind))
         return
     for moved in HALVES[kind.name]:
@@ -232,7 +235,7 @@ BLOCKS = np.zeros((3, 36), np.uint8)
             BLOCKS,
             BlockType("Q4_0", 2, 32, 36),
             np.empty((3, 32), np.float32),
-            "BlockType(name='Q4_0', number=2, weights=32, size=36) is not in gguf_blocks.TYPES; "
+            "BlockType(name='Q4_0', number=2, weights=32, size=36) is not in gguf_types.TYPES; "
             "pass one of its values",
         ),
     ],

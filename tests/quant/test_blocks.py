@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
-from gguf import quants as reference
 from numpy.typing import NDArray
 
 from mlcbuild.checkpoints import gguf_blocks
-from mlcbuild.checkpoints.gguf_blocks import TYPES, BlockType
+from mlcbuild.checkpoints.gguf_types import TYPES
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import Param
 from mlcbuild.quant import Scheme, scheme_for, storage
-from mlcbuild.quant.as_is import AS_IS, FORMATS, LONGEST_PATTERN, format_for, resolved
+from mlcbuild.quant.as_is import AGAIN, AS_IS, FORMATS, LONGEST_PATTERN, format_for, resolved
 from mlcbuild.quant.floats import Scratch
 from mlcbuild.quant.format import load_format
 from tests.blocks import finite_rows, kind_of
+from tests.blocks import reference as expected
 
-QUANTIZED = [name for name in FORMATS if name != "F16"]
+QUANTIZED = [name for name, form in FORMATS.items() if form not in ("f16", AGAIN)]
 MIXED = [
     ("Q4_0", "Q5_0"),
     ("Q4_0", "Q8_0"),
@@ -31,11 +30,6 @@ MIXED = [
     ("Q5_K", "IQ4_XS"),
 ]
 """Combinations of GGUF types that occur among the parts of one fused matrix in published files."""
-
-
-def expected(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
-    values: NDArray[np.float32] = reference.dequantize(raw, GGMLQuantizationType(kind.number))
-    return values
 
 
 def stored(types: tuple[str, ...], rows: int, layout: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -84,7 +78,9 @@ def test_floats_are_refused_where_values_are_kept() -> None:
 
 
 def test_plain_numbers_are_no_blocks() -> None:
-    with pytest.raises(ValueError, match=r"^F16 is not quantized; read it with dequantize\(\)$"):
+    with pytest.raises(
+        ValueError, match=r"^F16 has no integer codes with scales; read it with dequantize\(\)$"
+    ):
         gguf_blocks.unpack(np.zeros((1, 2), np.uint8), TYPES[1])
 
 
