@@ -23,6 +23,7 @@ from mlcbuild.compiler.cpu.kernels.sampling_row import (
     Read,
     Row,
     infinity,
+    reading_blocks,
     sum_block,
 )
 from mlcbuild.compiler.cpu.kernels.vectors import i32, register, typed
@@ -47,7 +48,7 @@ def sample(isa: ISA) -> PrimFunc:
             "sampling_params", (rows, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE, align=8
         )
         out = function.tensor("out", (rows,), "int32", align=4)
-        with function.body():
+        with function.body(), reading_blocks():
             blocks = T.bind((width + (BLOCK - 1)) // BLOCK)
             groups = T.bind((blocks + (TASK - 1)) // TASK)
             shape = (rows, (width + (BLOCK * TASK - 1)) // (BLOCK * TASK) * TASK)
@@ -87,16 +88,11 @@ def _look(row: Row, first: Expr) -> None:
     is_unfiltered = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
     with T.serial(T.min(T.int64(TASK), row.blocks - first)) as number:
         block = T.bind(first + number)
-        row.each(block, lambda source: _peak(row, block, source))
+        source = row.logit_block(block)
+        _peak(row, block, source)
         with T.If(is_unfiltered), T.Then():
             highest = row.top(block)
-            row.each(
-                block, lambda source: sum_block(row, block, lambda at: _weighed(row, source, at, highest))
-            )
-
-
-def _weighed(row: Row, source: LogitBlock, at: Expr, highest: Expr) -> Expr:
-    return row.weight(row.floats, source.load(row.floats, at), highest)
+            sum_block(row, block, lambda at: row.weight(row.floats, source.load(row.floats, at), highest))
 
 
 def _peak(row: Row, block: Expr, source: LogitBlock) -> None:
@@ -150,13 +146,10 @@ def _first(row: Row, most: Expr) -> Expr:
     with T.serial(row.blocks) as back:
         each = T.bind(row.blocks - 1 - back)
         block.set(T.Select(row.top(each) == most, each, block.value))
-
-    def look(source: LogitBlock) -> None:
-        with T.serial(BLOCK) as back:
-            at = T.bind(T.int64(BLOCK - 1) - T.Cast("int64", back))
-            place.set(T.Select(source.load(row.floats.scalar, at) == most, at, place.value))
-
-    row.each(T.bind(block.value), look)
+    source = row.logit_block(T.bind(block.value))
+    with T.serial(BLOCK) as back:
+        at = T.bind(T.int64(BLOCK - 1) - T.Cast("int64", back))
+        place.set(T.Select(source.load(row.floats.scalar, at) == most, at, place.value))
     return T.Cast("int32", block.value * BLOCK + place.value)
 
 
@@ -167,18 +160,15 @@ def _drawn(row: Row, least: Expr) -> Expr:
     """
     sums = T.alloc_buffer((BLOCK,), "float32")
     block, share = _place(row.blocks, lambda at: row.sums[row.row, at], row.parameter("random"))
-    highest = row.top(block)
+    highest, source = row.top(block), row.logit_block(block)
 
-    def weigh(source: LogitBlock) -> None:
-        def vector(at: Expr) -> None:
-            logit, floats = T.bind(source.load(row.floats, at)), row.floats
-            weight = T.bind(row.weight(floats, logit, highest))
-            kept_weight = T.Select(logit >= floats.spread(least), weight, floats.constant(0.0))
-            floats.store(sums, kept_weight, at)
+    def weigh(at: Expr) -> None:
+        logit, floats = T.bind(source.load(row.floats, at)), row.floats
+        weight = T.bind(row.weight(floats, logit, highest))
+        kept_weight = T.Select(logit >= floats.spread(least), weight, floats.constant(0.0))
+        floats.store(sums, kept_weight, at)
 
-        row.vectors(vector)
-
-    row.each(block, weigh)
+    row.vectors(weigh)
     place, _ = _place(T.int64(BLOCK), lambda at: sums[at], share)
     return T.Cast("int32", block * BLOCK + place)
 

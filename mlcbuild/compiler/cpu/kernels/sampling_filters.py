@@ -101,20 +101,16 @@ def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
     floats = row.floats
     with T.serial(row.blocks) as block, T.If(row.top(block) >= least):
         with T.Then():
+            source = row.logit_block(block)
 
-            def weigh(source: LogitBlock) -> None:
-                def vector(at: Expr) -> Expr:
-                    logit = T.bind(source.load(floats, at))
-                    weight = T.bind(row.weight(floats, logit, most))
-                    kept_weight = T.bind(
-                        T.Select(logit >= floats.spread(least), weight, floats.constant(0.0))
-                    )
-                    floats.store(room, kept_weight, block * BLOCK + at)
-                    return kept_weight
+            def vector(at: Expr) -> Expr:
+                logit = T.bind(source.load(floats, at))
+                weight = T.bind(row.weight(floats, logit, most))
+                kept_weight = T.bind(T.Select(logit >= floats.spread(least), weight, floats.constant(0.0)))
+                floats.store(room, kept_weight, block * BLOCK + at)
+                return kept_weight
 
-                sum_block(row, block, vector)
-
-            row.each(block, weigh)
+            sum_block(row, block, vector)
         with T.Else():
             T.buffer_store(row.sums, T.float32(0), [row.row, block])
 
@@ -127,16 +123,14 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
     floats = row.floats
     with T.serial(row.blocks) as block, T.If(row.top(block) >= least):
         with T.Then():
+            source = row.logit_block(block)
 
-            def restrict(source: LogitBlock) -> None:
-                def vector(at: Expr) -> Expr:
-                    is_kept = source.load(floats, at) >= floats.spread(least)
-                    weight = floats.load(room, block * BLOCK + at)
-                    return T.bind(T.Select(is_kept, weight, floats.constant(0.0)))
+            def vector(at: Expr) -> Expr:
+                is_kept = source.load(floats, at) >= floats.spread(least)
+                weight = floats.load(room, block * BLOCK + at)
+                return T.bind(T.Select(is_kept, weight, floats.constant(0.0)))
 
-                sum_block(row, block, vector)
-
-            row.each(block, restrict)
+            sum_block(row, block, vector)
         with T.Else():
             T.buffer_store(row.sums, T.float32(0), [row.row, block])
 
@@ -217,7 +211,7 @@ def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
                             parts[half].set(parts[half].value + kept_value)
 
             with T.If(row.top(block) >= mids[0]), T.Then():
-                row.each(block, add)
+                add(row.logit_block(block))
         for total, (even, odd) in zip(totals, sums, strict=True):
             both = floats.fold(even.value + odd.value, lambda a, b: a + b)
             total.set(total.value + T.Cast("float64", both))
@@ -255,7 +249,7 @@ def _listed(row: Row, bounds: _Bounds, room: Buffer | None, lists: list[Buffer])
         row.vectors(vector)
 
     with T.serial(row.blocks) as block, T.If(row.top(block) >= low), T.Then():
-        row.each(block, lambda source: look(block, source))
+        look(block, row.logit_block(block))
     return T.bind(count.value)
 
 

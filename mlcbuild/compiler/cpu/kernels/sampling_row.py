@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from mlcbuild_format.abi import SAMPLING_COLUMNS
@@ -40,6 +42,28 @@ _EXP2[0] = 1.0
 
 Read = Callable[[Expr], Expr]
 
+_BLOCKS = """
+define linkonce_odr i32 @mlcbuild_put(ptr %place, float %value) alwaysinline nounwind {
+  store float %value, ptr %place
+  ret i32 0
+}
+define linkonce_odr ptr @mlcbuild_choose(i1 %first, ptr %one, ptr %other) alwaysinline nounwind {
+  %chosen = select i1 %first, ptr %one, ptr %other
+  ret ptr %chosen
+}
+"""
+"""LLVM code of two functions: a store of a float32, and the choice of one of two addresses. TVM has no
+expression for the choice, and marks each of its own stores as one that no load of another buffer reads, such
+as a load from the chosen address.
+"""
+
+
+def reading_blocks() -> AbstractContextManager[None]:
+    """Returns a context manager without a value, inside which methods of Row that read blocks of logits may
+    be called.
+    """
+    return cast(AbstractContextManager[None], T.attr(T.int32(0), "pragma_import_llvm", _BLOCKS))
+
 
 @dataclass(frozen=True)
 class LogitBlock:
@@ -48,11 +72,9 @@ class LogitBlock:
     """
 
     buffer: Buffer
-    index: tuple[Expr, ...]
-    base: Expr
 
     def load(self, floats: Floats, at: Expr | int) -> Expr:
-        return floats.load(self.buffer, *self.index, self.base + at)
+        return floats.load(self.buffer, at)
 
 
 @dataclass(frozen=True)
@@ -94,23 +116,24 @@ class Row:
         full_width = T.bind(self.width // BLOCK * BLOCK)
         with T.If(full_width < self.width), T.Then():
             with T.serial(BLOCK) as at:
-                T.buffer_store(self.tail, infinity(-1), [at])
+                self._put(at, infinity(-1))
             with T.serial(self.width - full_width) as at:
-                T.buffer_store(self.tail, self.logits[0, self.row, full_width + at], [at])
+                self._put(at, self.logits[0, self.row, full_width + at])
 
-    def each(self, block: Expr, emit: Callable[[LogitBlock], None]) -> None:
-        """Emits code for the block of 256 logits with the index `block` in a row. `emit`, a function that
-        emits code for the LogitBlock passed to it, is called twice: with the block in the row itself, for
-        full blocks, and with the copy of the row's last block, padded with minus infinity. The kernel tests
-        which of the two applies.
+    def _put(self, at: Expr, value: Expr) -> None:
+        T.evaluate(T.call_extern("int32", "mlcbuild_put", T.address_of(self.tail[at]), value))
+
+    def logit_block(self, block: Expr) -> LogitBlock:
+        """Emits code that chooses where the block of 256 logits with the index `block` is read, and returns
+        it: in the row itself for a full block, else in the copy of the row's last block, padded with minus
+        infinity.
         """
         start = T.bind(block * BLOCK)
-        with T.If(start + BLOCK <= self.width):
-            with T.Then():
-                # Rows are contiguous, whichever of two dimensions counts them.
-                emit(LogitBlock(self.logits, (T.int64(0), self.row), start))
-            with T.Else():
-                emit(LogitBlock(self.tail, (), T.int64(0)))
+        # Rows are contiguous, whichever of two dimensions counts them.
+        places = T.address_of(self.logits[0, self.row, start]), T.address_of(self.tail[0])
+        whole = start + BLOCK <= self.width
+        chosen = T.bind(T.call_extern(places[0].ty, "mlcbuild_choose", whole, *places))
+        return LogitBlock(T.decl_buffer((BLOCK,), "float32", data=chosen, align=4))
 
     def vectors(self, emit: Callable[[Expr], None]) -> None:
         with T.serial(BLOCK // self.floats.lanes) as k:
