@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from mlcbuild_format.errors import RequestError, SetupError
+from mlcbuild_format.fields import Json
 from mlcbuild_runtime import Engine
 from mlcbuild_runtime.text import chat_template, child, jinja
 from mlcbuild_runtime.text.chat_template import ChatTemplate
@@ -80,6 +81,23 @@ def check_what_templates_may_use(template: ChatTemplate) -> None:
     assert render("{{ enable_thinking }}", enable_thinking="no") == "no"
     assert render("{{ messages[0].content }}", messages="mine") == "hi"
     assert render("{{ 'x' * 1000000 }}") == "x" * 1_000_000
+    check_contents_beside_calls(template)
+
+
+def check_contents_beside_calls(template: ChatTemplate) -> None:
+    """Checks that an empty content beside tool calls is none as well as a text. Templates of DeepSeek R1
+    write calls only if it is none; one that comes with vLLM searches a text in it first."""
+    template._source = (
+        "{% for m in messages %}{{ m['content'] is none }} {{ m.content is not none }} {{ 'x' in m.content }}"
+        " {{ m.content + '.' }} {{ m.content | tojson }};{% endfor %}"
+    )
+    calls: Json = [{"id": "1", "function": {"name": "f", "arguments": {}}}]
+    contents: list[dict[str, Json]] = [{"content": ""}, {"content": "x"}, {"content": None}, {}]
+    messages = [{"role": "assistant", "tool_calls": calls, **content} for content in contents]
+    none, text = 'True False False . "";', 'False True True x. "x";'
+    assert template.render([*messages, *contents[:2]], {}) == (
+        f'{none}{text}{none}{none}False True False . "";{text}'
+    )
 
 
 SHORT = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,6 +105,14 @@ def test_ids_and_text_equal_those_of_the_library() -> None:
         tokenizer.template.close()
 
 
+def _with_null(source: str, message: Mapping[str, Any]) -> Json:
+    """Returns a message as OpenAI's API states it, with null for an empty content beside tool calls, for a
+    template that tests for it; templates that do not would write "None"."""
+    has_null = message.get("tool_calls") and not message["content"]
+    has_null = has_null and re.search(r"\bcontent\W* is (not )?none", source)
+    return {**message, "content": None} if has_null else dict(message)
+
+
 @pytest.mark.parametrize("chat", CHATS)
 def test_prompts_equal_those_of_transformers(chat: str) -> None:
     reason = "pip install transformers jinja2"
@@ -121,7 +130,7 @@ def test_prompts_equal_those_of_transformers(chat: str) -> None:
             template.close()
         try:
             ((expected,), _) = rendering.render_jinja_template(
-                [[dict(message) for message in call.messages]],
+                [[_with_null(source, message) for message in call.messages]],
                 tools=listed,
                 chat_template=source,
                 add_generation_prompt=True,

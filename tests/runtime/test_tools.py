@@ -21,7 +21,7 @@ from mlcbuild_runtime.openai import api
 from mlcbuild_runtime.openai.body import RequestBody
 from mlcbuild_runtime.openai.call_forms import Form
 from mlcbuild_runtime.openai.response_format import schema_constraint
-from mlcbuild_runtime.openai.tools import Toolbox, constraint, in_words, toolbox
+from mlcbuild_runtime.openai.tools import Toolbox, constraint, in_words, numbered, toolbox
 
 from tests.runtime.tool_forms import ADD, FORMS, HERMES, NATIVE, NOW, PLAIN, SCHEMA, pieces, tool
 
@@ -172,6 +172,30 @@ def test_calls_and_results_in_words() -> None:
         "Result of the tool: 3",
     ]
     assert in_words(messages[1:2], Toolbox((NOW,), "auto", True), PLAIN)[0]["role"] == "system"
+
+
+def test_calls_that_the_model_numbers_have_its_ids() -> None:
+    """Checks Kimi K2's ids, which number the calls of the whole chat, and that results name them; a later
+    call may have the client's id of an earlier one."""
+
+    def call(id: str | None, name: str) -> Json:
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": {}}}
+
+    def result(id: str) -> dict[str, Json]:
+        return {"role": "tool", "content": "2", "tool_call_id": id}
+
+    messages: list[dict[str, Json]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call("a", "now"), call(None, "add")]},
+        *(result("a"), result("b")),
+        {"role": "assistant", "content": "", "tool_calls": [call("a", "add")]},
+        result("a"),
+    ]
+    first, result_of_first, unknown, later, result_of_later = numbered(messages, FORMS["kimi"])
+    assert first["tool_calls"] == [call("functions.now:0", "now"), call("functions.add:1", "add")]
+    assert later["tool_calls"] == [call("functions.add:2", "add")]
+    ids = [each["tool_call_id"] for each in (result_of_first, unknown, result_of_later)]
+    assert ids == ["functions.now:0", "b", "functions.add:2"]
+    assert numbered(messages, HERMES) == messages
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ class NamedCall:
     after: str = ""
     before: str = ""
     numbered: bool = False
-    """True if NAME, the name of the called function, is followed by a colon and the number of the call."""
+    """True if NAME, the name of the called function, is followed by a colon and the number of the call,
+    counted from 0 over the whole chat. BEFORE NAME : NUMBER is then the call's id in the chat template."""
     tags: Tags | None = None
     """Texts before the key, between key and value, and after the value of each argument of a tool call, such
     as "<parameter=", ">" and "</parameter>"; None: the arguments are one JSON object."""
@@ -99,8 +100,17 @@ class Form:
         """Returns the text with which a call of the tool `name` begins, up to its arguments, without the text
         in front of each call that distinguishes it from prose. Where calls are numbered, the number is 0."""
         if self.by_name is not None:
-            return f"{self.by_name.before}{name}{':0' if self.by_name.numbered else ''}{self.by_name.after}"
+            called = self.numbered_id(name, 0) or f"{self.by_name.before}{name}"
+            return called + self.by_name.after
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '
+
+    def numbered_id(self, name: str, number: int) -> str | None:
+        """Returns the id that the chat template expects for a call of the tool `name`, such as
+        "functions.NAME:0"; None if the syntax does not number calls, so that any id is right. number: number
+        of calls before it in the chat."""
+        if self.by_name is None or not self.by_name.numbered:
+            return None
+        return f"{self.by_name.before}{name}:{number}"
 
     @property
     def tail(self) -> str:
@@ -122,7 +132,8 @@ class Form:
         """Returns the text with which a call of the tool `name` begins as a Lark expression; where calls are
         numbered, any number of up to three digits is allowed."""
         if self.by_name is not None and self.by_name.numbered:
-            return f"{self.literal(name + ':')} /[0-9]{{1,3}}/ {self.literal(self.by_name.after)}"
+            begun = self.literal(f"{self.by_name.before}{name}:")
+            return f"{begun} /[0-9]{{1,3}}/ {self.literal(self.by_name.after)}"
         return self.literal(self.head(name))
 
     def literal(self, text: str) -> str:
@@ -257,8 +268,8 @@ SYNTAXES = (
         ("<|tool_calls_section_begin|>",),
         Form(
             first=_KIMI[0],
-            lead="<|tool_call_begin|>functions.",
-            by_name=NamedCall("<|tool_call_argument_begin|>", numbered=True),
+            lead="<|tool_call_begin|>",
+            by_name=NamedCall("<|tool_call_argument_begin|>", before="functions.", numbered=True),
             end="<|tool_call_end|>",
             between="",
             last=_KIMI[1],

@@ -121,10 +121,10 @@ def rendered(running: Engine, call: api.ChatCall, form: Form) -> str:
     listed, box = call.messages, call.toolbox
     extra = {**template_variables(call.effort, call.enable_thinking), **call.template_options}
     if not form.native:
-        listed = tuple(tools.in_words(listed, box, form))
-    elif box is not None:
+        return running.tokenizer.rendered(tools.in_words(listed, box, form), extra, running.longest_text)
+    if box is not None:
         extra["tools"] = tools.documents(box)
-    return running.tokenizer.rendered(listed, extra, running.longest_text)
+    return running.tokenizer.rendered(tools.numbered(listed, form), extra, running.longest_text)
 
 
 def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:

@@ -291,6 +291,29 @@ def documents(box: Toolbox) -> list[Json]:
     ]
 
 
+def numbered(messages: Sequence[Message], form: Form) -> list[Message]:
+    """Returns the messages of a chat, as a new list, with the ids of tool calls and of their results that the
+    model itself would write, if the syntax of calls, `form`, numbers them: such templates show the ids to the
+    model, and clients may have others. Other messages, and results of no earlier call, stay as they are."""
+    ids, count, shown = dict[Json, Json](), 0, list[Message]()
+    for message in messages:
+        calls, result_of = message.get("tool_calls"), message.get("tool_call_id")
+        if isinstance(calls, list):
+            renamed: list[Json] = []
+            for call in calls:
+                assert isinstance(call, dict) and isinstance(call["function"], dict)
+                new_id = form.numbered_id(str(call["function"]["name"]), count)
+                ids[call["id"]] = call["id"] if new_id is None else new_id
+                renamed.append({**call, "id": ids[call["id"]]})
+                count += 1
+            shown.append({**message, "tool_calls": renamed})
+        elif message["role"] == "tool" and result_of in ids:
+            shown.append({**message, "tool_call_id": ids[result_of]})
+        else:
+            shown.append(message)
+    return shown
+
+
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
     """Returns the messages of a chat, as a new list, for a template without support for tools: tool calls
     become text, their results messages of the user, and the system message, a new one if there is none, also

@@ -74,7 +74,7 @@ def _answer(request: Mapping[str, Json], templates: dict[str, Template], size: i
     """
     source, variables = str(request["source"]), request["variables"]
     assert isinstance(variables, dict)
-    _mark_arguments(variables.get("messages"))
+    _mark_calls(variables.get("messages"))
     signal.setitimer(signal.ITIMER_PROF, seconds(size))  # Its signal ends the process.
     try:
         if source not in templates:
@@ -102,11 +102,26 @@ class _Arguments(dict[str, Json]):
         return text + str(self)
 
 
-def _mark_arguments(messages: Json) -> None:
+class _NoContent(str):
+    """The content of a message that has only tool calls. Some templates read it as a text; others test
+    whether it is none, as in OpenAI's API, and some of DeepSeek's write the calls only then. It is an empty
+    text for which that test is true."""
+
+    __slots__ = ()
+
+
+def _is_none(value: object) -> bool:
+    return value is None or isinstance(value, _NoContent)
+
+
+def _mark_calls(messages: Json) -> None:
     """Replaces, in place, the arguments of all tool calls in the messages of a chat by objects that templates
-    may also append to texts. Arguments that are no JSON object stay as they are."""
+    may also append to texts, and an empty content beside calls by one that is also none. Arguments that are
+    no JSON object stay as they are."""
     for message in messages if isinstance(messages, list) else ():
         calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if calls and isinstance(message, dict) and not message.get("content"):
+            message["content"] = _NoContent()
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), dict):
@@ -164,7 +179,7 @@ def compiled(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"], environment.tests["none"] = _to_json, _is_none
     environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
     return environment.from_string(source)
 
