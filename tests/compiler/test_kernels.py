@@ -289,6 +289,27 @@ def test_tile_registers(scheme: str, shape: Size) -> None:
         np.testing.assert_array_equal(scaled, result * factor)
 
 
+@pytest.mark.parametrize("scheme", BYTES)
+def test_tile_registers_with_large_weights(scheme: str) -> None:
+    """Checks that products on AMX tile registers are right with weights that no float16 holds beside their
+    factors, and that other columns get the same bits as without them."""
+    kernelbench.need(TARGETS["avx512amx"])
+    rng, (n, k), m = np.random.default_rng(7), WIDE, 40
+    (codes, scales), _ = kernelbench.weights(rng, SCHEMES[scheme], n, k)
+    x = rng.standard_normal((m, k)).astype(np.float32)
+    created, built = kernel(product("avx512amx", scheme, WIDE), Fusion()), module("avx512amx")
+    usual = built.run(created, (m, n), x, codes, scales, prompt=True)
+    large = scales.copy()
+    large[0, :, 3] *= 4096
+    large[0, 0, 4] = 60000
+    columns = [3, 4]
+    expected = unpack((codes, large), SCHEMES[scheme], (n, k)).astype(np.float64)[columns]
+    result = built.run(created, (m, n), x, codes, large, prompt=True)
+    exact = x.astype(np.float64) @ expected.T
+    assert np.sqrt(((result[:, columns] - exact) ** 2).mean(0) / (exact**2).mean(0)).max() < 0.0026
+    np.testing.assert_array_equal(result[:, 16:], usual[:, 16:])
+
+
 def test_equal_products_share_one_kernel() -> None:
     """Checks that two products of the same shape in one function share one kernel, which is called for any
     number of rows."""

@@ -99,7 +99,7 @@ class Int8Call:
         quads = [by_line[quad % count][quad // count] for quad in range(QUADS)]
         return form.paired(quads) if paired else quads
 
-    def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
+    def packed(self, tile: Expr, group: Expr, j: Expr | int, vector: int) -> Expr:
         """Emits a load of packed weight codes in a group of 32 columns, and returns them as int32 lanes, one
         for each weight row. A lane holds the bytes 4 * j to 4 * j + 3 of its row's codes in the group.
         vector: index of the vector of rows among those that cover a tile's 16 rows."""
@@ -253,13 +253,13 @@ def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile:
     """Emits code that unpacks one group of 32 columns of a tile of 16 weight rows to bfloat16, for AMX:
     weights with their scales applied, times 2**-104, which the factor 2**104 of the packed x cancels. place:
     index in `buffer` of the result, int32 [16, 16] with two weights in each."""
-    scales = amx_weights.pair_scales(call.weights[1][tile, group, span(0, TILE_ROWS)])
-    bits = call.matrix.bits
-    lines = [T.bind(call.packed(tile, group, i, 0)) for i in range(bits)]
-    for j in range(4):
-        for byte in range(4):
-            line = amx_weights.scaled(amx_weights.levels(lines, bits, j, byte), scales)
-            T.buffer_store(buffer, line, [*place, 4 * j + byte, span(0, TILE_ROWS)])
+    columns = span(0, TILE_ROWS)
+
+    def store(row: Expr | int, line: Expr) -> None:
+        T.buffer_store(buffer, line, [*place, row, columns])
+
+    scales = T.bind(call.weights[1][tile, group, columns])
+    amx_weights.unpack(call.matrix.bits, partial(call.packed, tile, group, vector=0), scales, store)
 
 
 def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
