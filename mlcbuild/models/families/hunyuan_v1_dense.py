@@ -12,6 +12,13 @@ NAMES: Names = {
     "attn.k_norm.weight": ("self_attn.key_layernorm.weight",),
 }
 
+_VISION = (
+    *("anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "image_token_id"),
+    *("num_media_embeds", "skip_cls_token", "video_end_id", "video_start_id", "vit_add_patchemb_bias"),
+    *("vit_input_resolution", "vit_mapping_type", "vit_norm_type", "vit_patch", "vit_path"),
+    *("vit_remove_prenorm", "vit_token", "vit_type", "vit_used_rms_norm"),
+)
+"""Fields of config.json that describe a vision tower, which computes no text; published models lack it."""
 _ALONE = {
     "norm_type": ("rms",),
     "use_cla": (False,),
@@ -32,7 +39,7 @@ def read(fields: Fields, common: Common) -> ModelConfig:
         ("eod_token_id", "sep_token_id", "im_end_id", "im_newline_id", "im_start_id", "text_end_id")
     )
     fields.ignore(("text_start_id", "add_classification_head", "pool_type", "class_num", "org_vocab_size"))
-    fields.ignore(("cla_share_factor", "dense_list", "mask_init_id", "pad_id"))
+    fields.ignore(("cla_share_factor", "dense_list", "mask_init_id", "pad_id", *_VISION))
     fields.neutral(_ALONE, f"family '{common.model.family}'")
     return common.of(common.all_alike(fields, layer))
 

@@ -12,14 +12,15 @@ from mlcbuild.models.fields import Fields
 
 _OFF = ("group_limited_greedy", "position_embedding_xdrope", "use_mla")
 _ON = ("norm_topk_prob", "use_mixed_mlp_moe")
-_NULL = ("kv_lora_rank", "n_group", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "topk_group")
+_NULL = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _SPELLINGS = {"attention_head_dim": "head_dim", "num_experts_per_tok": "moe_topk"}
 _ALONE = {
     **dict.fromkeys(_OFF, (False,)),
     **dict.fromkeys(_ON, (True,)),
-    **dict.fromkeys((*_NULL, "v_head_dim", "xdrope_section"), (None,)),
+    **dict.fromkeys((*_NULL, "xdrope_section"), (None,)),
+    **dict.fromkeys(("n_group", "topk_group"), (None, False)),
     "moe_layer_num_skipped": (0,),
-    "routed_scaling_factor": (1.0,),
+    "routed_scaling_factor": (1.0, False),
 }
 """Field of Hunyuan's config.json that transformers ignores -> values that agree with what it computes; any
 other value adds an error message."""
@@ -34,8 +35,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
             fields.problem(name, f"must be {value} for every layer")
     chosen = fields.integers("moe_topk", common.count, 1)
     fields.neutral(_ALONE, "family 'hunyuan_v1_moe'")
-    fields.ignore(("moe_drop_tokens", "moe_random_routing_dropped_token"))
-    fields.ignore(("anyres_pooling_size", "num_media_embeds", "output_router_logits", "skip_cls_token"))
+    fields.ignore(("moe_drop_tokens", "moe_random_routing_dropped_token", "output_router_logits"))
     experts = Experts(count, 1, size, common.feed_forward.activation, shared_size=size)
     pairs = zip(dense.layers, chosen, strict=True)
     layers = tuple(replace(layer, feed_forward=replace(experts, chosen=count)) for layer, count in pairs)
