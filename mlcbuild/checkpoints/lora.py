@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mlcbuild.checkpoints.adapter_config import AdapterConfig, read_adapter_config
 from mlcbuild.checkpoints.checkpoint_kinds import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from mlcbuild.checkpoints.headers import read_header
+from mlcbuild.checkpoints.mapping import HEAD
 from mlcbuild.checkpoints.shards import ComputedTensor, RowReader
 from mlcbuild.checkpoints.torch_files import read_file
 from mlcbuild.errors import CheckpointError
@@ -93,7 +94,8 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
     after the other when rows are read. Tensors that are changed become float32; the others are returned as
     they are. directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError for
     an adapter that is damaged or unsupported, does not fit the checkpoint, or replaces a tensor that an
-    adapter before it has changed or replaced; a change of a replaced tensor is allowed."""
+    adapter before it has changed or replaced; a change of a replaced tensor is allowed. An adapter's output
+    matrix is added to a checkpoint without one, in which it is the embedding."""
     # Both are keyed by transformers' names: `name` of a tensor is its name in the checkpoint's files.
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)
@@ -102,8 +104,9 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
         aliases = _aliases(adapter, tensors)
         for own_name, tensor in adapter.replaced_tensors.items():
             name = aliases.get(own_name, own_name)
-            _check_shape(tensor, _base(adapter, name, tensors).shape)
-            if name in changes or merged[name] is not tensors[name]:
+            if name in tensors or name != HEAD:  # The model's reader checks an output matrix of its own.
+                _check_shape(tensor, _base(adapter, name, tensors).shape)
+            if name in changes or merged.get(name) is not tensors.get(name):
                 raise _fault(
                     tensor,
                     "replaces a tensor that an adapter before it has changed; list this adapter before that "
@@ -159,7 +162,7 @@ def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     aliases = {}
     for name in (*adapter.replaced_tensors, *(f"{module}.weight" for module in adapter.parts)):
         others = [to + name.removeprefix(prefix) for prefix, to in _PREFIXES if name.startswith(prefix)]
-        stored = [other for other in others if other in tensors]
+        stored = [other for other in others if other in tensors or other == HEAD]
         if name not in tensors and stored:
             aliases[name] = stored[0]
     return aliases
@@ -167,9 +170,11 @@ def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _base(adapter: Adapter, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     if name not in tensors:
+        hint = "was it trained for another model?"
+        if name == HEAD:
+            hint = "if the model's output matrix is its embedding, merge the adapter with PEFT"
         raise CheckpointError(
-            f"{adapter.directory}: it changes '{printable(name)}', which the checkpoint does not hold; was "
-            "it trained for another model?"
+            f"{adapter.directory}: it changes '{printable(name)}', which the checkpoint does not hold; {hint}"
         )
     return tensors[name]
 

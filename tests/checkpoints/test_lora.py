@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from mlcbuild.checkpoints.fetch import local_files
 from mlcbuild.checkpoints.headers import read_header
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.checkpoints.lora import merging
-from mlcbuild.checkpoints.row_reader import Rows
+from mlcbuild.checkpoints.mapping import PLAIN, locate
+from mlcbuild.checkpoints.row_reader import ParameterSource, Rows
 from mlcbuild.errors import CheckpointError, InputError
 from mlcbuild.models.action import normalise
 from tests.checkpoint_files import entry, save
@@ -256,6 +258,36 @@ def test_the_weights_step_merges(project: Path) -> None:
         name for name in base if not np.array_equal(np.asarray(unpacked[name]), np.asarray(base[name]))
     }
     assert changed == {"layers.0.attn.o.weight", "layers.0.mlp.down.weight"}
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_a_tied_embedding_may_be_replaced_together_with_the_output_matrix(prefix: str, project: Path) -> None:
+    """Checks adapters for the embedded model, which ties its output matrix to the embedding: PEFT saves both,
+    equal if it keeps them tied (ensure_weight_tying)."""
+    inputs = {"checkpoint": project / "tiny", "config": project / "config"}
+    normalise({}, inputs, project / "config")
+    config = models.from_json(json.loads((project / "config" / "config.json").read_bytes()))
+    names = exact_weights.read_tensor_names(project / "config")
+    table = np.full(tensors(TINY / "model.safetensors")["model.embed_tokens.weight"].shape, 0.5, np.float32)
+
+    def located(name: str, head: NDArray[np.float32], *more: str) -> tuple[ParameterSource, ...]:
+        content = {"model.embed_tokens.weight": table, "lm_head.modules_to_save.weight": head}
+        stored = {f"{prefix}{key}": entry(value, "F32") for key, value in content.items() if key not in more}
+        place = adapter(project / name, stored)
+        views = replace(PLAIN, adapted=partial(merging, [(place, 1.0)]))
+        return locate(project / "tiny", config, names, views)
+
+    assert np.array_equal(rows(located("equal", table)[0].pieces[0], 64), table)
+    for name, head, *more in (
+        ("different", table * 2),
+        ("alone", table, "model.embed_tokens.weight"),
+        ("cut", table[1:]),
+    ):
+        with pytest.raises(CheckpointError, match=r"lm_head.modules_to_save.weight'|tensor 'lm_head.weight'"):
+            located(name, head, *more)
+    low = adapter(project / "low", pair("lm_head", (table.shape[0], table.shape[1])))
+    with pytest.raises(CheckpointError, match=r"if the model's output matrix is its embedding, merge"):
+        merging([(low, 1.0)], tensors(TINY / "model.safetensors"))
 
 
 @pytest.mark.parametrize(
