@@ -77,6 +77,21 @@ def _from_netrc(host: str, environ: Mapping[str, str]) -> str | None:
     return basic(f"{entry[0]}:{entry[2]}") if entry is not None else None
 
 
+def challenges(header: str) -> dict[str, dict[str, str]]:
+    """Parses a WWW-Authenticate header, also several of them joined by commas. Returns scheme, such as
+    "bearer" -> its parameters (name -> value), all but the values in lower case; of two challenges with one
+    scheme the first counts."""
+    offered: dict[str, dict[str, str]] = {}
+    fields: dict[str, str] = {}
+    for name, mark, quoted, plain in re.findall(r'([\w-]+)(?:\s*(=)\s*(?:"([^"]*)"|([^\s,"]*)))?', header):
+        if mark:
+            fields.setdefault(name.lower(), quoted or plain)
+        else:
+            fields = {}
+            offered.setdefault(name.lower(), fields)
+    return offered
+
+
 def refusal(host: str, status: int, *, authorized: bool) -> str:
     """Returns what HTTP status 401 or 403 of a host means for the user, as the end of a sentence.
     authorized: True if credentials were sent.

@@ -34,6 +34,11 @@ LARGEST = 4 << 20
 PIECE = 64 << 20
 """Bytes of a blob that one upload request sends, and so at most the bytes that are sent again when a
 connection breaks."""
+_WHOLE = ("gcr.io", ".pkg.dev")
+"""Ends of the host names of registries that accept a blob only in one request: Google's, according to
+https://cloud.google.com/artifact-registry/docs/reference/docker-api."""
+_UPLOADS = ("/v2/", "/artifacts-uploads/")
+"""Beginnings of the paths to which registries let clients upload; the second is Google's."""
 _ATTEMPTS = 3
 _REDIRECTS = 5
 _ADDRESSES = 256
@@ -126,8 +131,9 @@ class Registry:
         self._home.end(response)
         self._demand(response, 202)
         location, hasher, done = self._location(response), hashlib.sha256(), 0
+        most = size if self._sends_whole else PIECE
         while done < size:
-            end = min(done + PIECE, size)
+            end = min(done + most, size)
             location, hasher = self._piece(location, source, hasher, done, end)
             done = end
         digest = f"sha256:{hasher.hexdigest()}"
@@ -177,8 +183,9 @@ class Registry:
             headers = {
                 "Content-Type": "application/octet-stream",
                 "Content-Length": str(end - begin),
-                "Content-Range": f"{begin}-{end - 1}",
             }
+            if not self._sends_whole:
+                headers["Content-Range"] = f"{begin}-{end - 1}"
             try:
                 response = self._ask("PATCH", location, headers, piece)  # type: ignore[arg-type]
                 self._home.end(response)
@@ -207,17 +214,22 @@ class Registry:
     def _home(self) -> Client:
         return self._clients[self.place.address]
 
+    @property
+    def _sends_whole(self) -> bool:
+        return (self._home.host or "").endswith(_WHOLE)
+
     def _location(self, response: Response) -> str:
         """Returns the path and query of the next upload request from the Location header of a response.
-        Raises RemoteError for another server, since the request is sent with credentials, and for an invalid
-        address."""
+        Raises RemoteError for another server or another part of this one, since the request is sent with
+        credentials, and for an invalid address."""
         parts = _joined(f"{self.place.address}/", response.headers.get("Location", ""))
         # A server that builds the URL from the header Host leaves out the usual port.
         home, port = urlsplit(self.place.address), 80 if self.place.plain else 443
         is_home = (parts.hostname, parts.port or port) == (home.hostname, home.port or port)
-        if not is_home or not parts.path.startswith("/v2/"):
-            where = quoted(parts.netloc)
-            raise RemoteError(f"it redirects the upload to {where}, which is another server")
+        if not is_home:
+            raise RemoteError(f"it redirects the upload to {quoted(parts.netloc)}, which is another server")
+        if not parts.path.startswith(_UPLOADS):
+            raise RemoteError(f"it names {quoted(parts.path)} as the address of an upload")
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
     def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
@@ -284,7 +296,7 @@ class Registry:
             self._home.discard(response)
         granted = self._answer(challenge, scope)
         if granted is None or granted == sent:
-            raise RemoteError(auth.refusal(self.place.host, 401, authorized=self._login is not None))
+            raise self._refusal(401)
         self._authorization[scope] = granted
         return self._home.ask(method, target, _with(headers, granted), source)
 
@@ -292,18 +304,15 @@ class Registry:
         """Returns the value of the Authorization header that answers a server's challenge: for "Basic" the
         user's credentials, for "Bearer" the user's token, else one that the token service named in the
         challenge issues, anonymously if there are no credentials. challenge: the server's WWW-Authenticate
-        header; scope: the rights to request, such as "repository:name:pull". Returns None for an unsupported
-        challenge, and for "Basic" without credentials. Raises RemoteError if the token service cannot be
-        reached, is not https, or issues no valid token."""
-        kind, _, rest = challenge.partition(" ")
-        if kind.lower() == "basic":
-            return self._login
-        fields = {name.lower(): value for name, value in re.findall(r'(\w+)="([^"]*)"', rest)}
-        if kind.lower() != "bearer" or "realm" not in fields:
-            return None
-        if self._login is not None and self._login.startswith("Bearer "):
-            return self._login
-        return self._token(fields, scope)
+        header, where "Bearer" precedes "Basic" if it offers both; scope: the rights to request, such as
+        "repository:name:pull". Returns None for an unsupported challenge, and for "Basic" without
+        credentials. Raises RemoteError if the token service cannot be reached, is not https, or issues no
+        valid token."""
+        offered = auth.challenges(challenge)
+        if "realm" in (fields := offered.get("bearer", {})):
+            is_token = self._login is not None and self._login.startswith("Bearer ")
+            return self._login if is_token else self._token(fields, scope)
+        return self._login if "basic" in offered else None
 
     def _token(self, fields: Mapping[str, str], scope: str) -> str:
         realm = _joined(fields["realm"], "")
@@ -311,13 +320,12 @@ class Registry:
             raise RemoteError("its token service is not https")
         pairs = [("service", fields["service"])] if "service" in fields else []
         query = urlencode([*pairs, *(("scope", item) for item in scope.split(" "))])
+        query = f"{realm.query}&{query}" if realm.query else query
         client, host = self._client(realm), quoted(realm.netloc)
         response = client.ask("GET", f"{realm.path}?{query}", _with(None, self._login))
         data = client.end(response)
         if response.status in (401, 403):
-            raise RemoteError(
-                auth.refusal(self.place.host, response.status, authorized=self._login is not None)
-            )
+            raise self._refusal(response.status)
         try:
             document = strict_json.parse(data)
             token = document.get("token") or document["access_token"]
@@ -332,9 +340,11 @@ class Registry:
             return
         (client or self._home).discard(response)
         if response.status in (401, 403):
-            words = auth.refusal(self.place.host, response.status, authorized=self._login is not None)
-            raise RemoteError(words)
+            raise self._refusal(response.status)
         raise RemoteError(status_words(response.status))
+
+    def _refusal(self, status: int) -> RemoteError:
+        return RemoteError(auth.refusal(self.place.host, status, authorized=self._login is not None))
 
 
 class _Piece:

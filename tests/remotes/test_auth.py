@@ -49,6 +49,23 @@ def test_a_credential_that_cannot_be_sent_is_not_shown(name: str, value: str) ->
     assert name in str(caught.value) and value not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("header", "offered"),
+    [
+        ("", {}),
+        ("Negotiate", {"negotiate": {}}),
+        ('BASIC realm="Sonatype Nexus"', {"basic": {"realm": "Sonatype Nexus"}}),
+        (
+            'Bearer realm="https://h/token",service=s,scope="a,b" , Basic realm = "h"',
+            {"bearer": {"realm": "https://h/token", "service": "s", "scope": "a,b"}, "basic": {"realm": "h"}},
+        ),
+        ('Basic realm="1", basic realm="2"', {"basic": {"realm": "1"}}),
+    ],
+)
+def test_challenges_are_told_apart(header: str, offered: dict[str, dict[str, str]]) -> None:
+    assert auth.challenges(header) == offered
+
+
 def test_without_a_home_there_are_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container whose user has no name

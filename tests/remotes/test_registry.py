@@ -80,6 +80,27 @@ def test_a_blob_is_mounted_from_another_repository(registry_server: Server) -> N
         assert not other.mount(digest_of(b"nothing"), first)
 
 
+def test_a_registry_may_accept_blobs_in_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks uploads to Google's registries, which refuse a second part, and whose uploads have addresses of
+    other forms."""
+    place, received = "/artifacts-uploads/namespaces/p/repositories/r/uploads/AF?x=1", list[bytes]()
+
+    def single(handler: Handler) -> bool:
+        received.append(handler.body())
+        if handler.command == "PATCH" and (len(received) > 2 or "Content-Range" in handler.headers):
+            handler.answer(400)
+        else:
+            assert handler.command == "POST" or handler.path.startswith(place)
+            handler.answer(201 if handler.command == "PUT" else 202, extra={"Location": place})
+        return True
+
+    monkeypatch.setattr(registry, "PIECE", 1000)
+    monkeypatch.setattr(registry, "_WHOLE", (".0.1",))
+    with serving(single) as server, Registry(parse(f"oci://{server.url[7:]}/r")) as repository:
+        assert repository.send(io.BytesIO(b"x" * 2500), 2500) == digest_of(b"x" * 2500)
+    assert received == [b"", b"x" * 2500, b""]
+
+
 class Uploads:
     """A simulated registry that reads at most `most` bytes of each upload request and closes the connection
     if the request has more, so that a client must continue its upload."""
@@ -225,6 +246,27 @@ def test_tokens_are_fetched_from_the_service_that_the_registry_names(
         wrong = User(tmp_path / "3", server.url("team/cache"))
         assert wrong.run().ok
         assert "it refuses the credentials for 127.0.0.1" in wrong.warnings()[0]
+
+
+def test_a_token_is_fetched_although_the_registry_also_offers_passwords() -> None:
+    """Checks a registry that offers "Basic" and "Bearer", and whose token service has a query in its URL."""
+    asked = list[str]()
+
+    def registry_and_tokens(handler: Handler) -> bool:
+        asked.append(handler.path)
+        if handler.path.startswith("/token"):
+            handler.answer(200, b'{"token": "t"}')
+        elif handler.headers.get("Authorization") == "Bearer t":
+            handler.answer(404)
+        else:
+            realm = f"http://{handler.headers['Host']}/token?account=x"
+            offers = f'Basic realm="{realm}", Bearer realm="{realm}",service="s", Basic realm="y"'
+            handler.answer(401, extra={"WWW-Authenticate": offers})
+        return True
+
+    with serving(registry_and_tokens) as server, Registry(parse(f"oci://{server.url[7:]}/r")) as repository:
+        assert repository.manifest("v1") is None
+    assert asked[1] == "/token?account=x&service=s&scope=repository%3Ar%3Apull"
 
 
 @pytest.mark.parametrize(
