@@ -63,6 +63,8 @@ class _Outlet(asyncio.Transport):
             self._wire.write(_BEGINNING)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._wire.is_closing():  # asyncio would log a warning for each event that a stream still writes.
+            return
         if self._begun:
             self._begun, data = False, bytes(data).removeprefix(_BEGINNING)
         self._wire.write(data)
