@@ -88,6 +88,25 @@ def test_a_failing_step_ends_its_requests_and_frees_their_pages(light_toy_bundle
     assert seq.pages == [] and bench.schedule.active == [other] and bench.events[1] == []
 
 
+class Unreadable(Wrapped):
+    """An executor whose device fails when logits are read, after the step."""
+
+    def step(self, *arguments: Any) -> Any:
+        def logits() -> Any:
+            raise MemoryError("no logits")
+
+        return self.inner.step(*arguments)._replace(logits=logits)
+
+
+def test_logits_that_cannot_be_read_end_the_request_that_needs_them(light_toy_bundle: Path) -> None:
+    bench = Bench(light_toy_bundle, Unreadable)
+    scored, other = bench.add([3, 4, 5], logprobs=0), bench.add([6])
+    (outcome,) = bench.runner.step([(scored, 3), (other, 1)], prompt=True)
+    assert [str(event.error) for event in bench.events[0]] == ["the model has failed: no logits"]
+    assert outcome.sequence is other and bench.schedule.active == [other]
+    assert [event.error for event in bench.events[1]] == [None]
+
+
 def test_the_last_event_frees_the_place(light_toy_bundle: Path) -> None:
     bench = Bench(light_toy_bundle)
     seq = bench.add([3, 4, 5], count=1)

@@ -4,10 +4,11 @@ into events for the clients."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence as List
+from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from mlcbuild_runtime.engine import multi_step
 from mlcbuild_runtime.engine.counters import Counters
@@ -18,8 +19,7 @@ from mlcbuild_runtime.engine.speculation import DraftOutcome, Speculation, fanne
 from mlcbuild_runtime.engine.threads import Turns
 from mlcbuild_runtime.executor.batch import ModelStep
 from mlcbuild_runtime.executor.executor import Executor, StepOutput
-
-Result = TypeVar("Result")
+from mlcbuild_runtime.executor.sampling_params import Floats
 
 
 class StepInput(NamedTuple):
@@ -34,7 +34,7 @@ class StepInput(NamedTuple):
 class Runner:
     """Executes one step of the model, or a burst of decode steps, at a time, while this engine holds the lock
     that all engines of the process share. A step that raises an exception ends the requests of its own
-    sequences with an error."""
+    sequences with an error; one that is raised while the result for a sequence is read, only its own."""
 
     def __init__(
         self, executor: Executor, schedule: Schedule, speculation: Speculation, turns: Turns
@@ -54,14 +54,17 @@ class Runner:
         """
         if not parts:
             return []
-        begun = time.perf_counter()
-        for sequence, _ in parts:
+        begun, sequences = time.perf_counter(), [sequence for sequence, _ in parts]
+        for sequence in sequences:
             sequence.client.stopwatch.begin(begun)
-        params = [sequence.sampling_params(count) for sequence, count in parts]
-        counts = list(map(len, params))
-        flat, masks = list(chain.from_iterable(params)), masks_of([s for s, _ in parts], counts)
-        step, inputs = self._step_of(parts, counts, prompt)
-        result = self._execute(parts, lambda: self.executor.step(step, flat, masks))
+        result: StepOutput | None = None
+        with self._ending(sequences):
+            params = [sequence.sampling_params(count) for sequence, count in parts]
+            counts = list(map(len, params))
+            flat, masks = list(chain.from_iterable(params)), masks_of(sequences, counts)
+            step, inputs = self._step_of(parts, counts, prompt)
+            with self._turns:
+                result = self.executor.step(step, flat, masks)
         computed = time.perf_counter()
         self.counters.decode_steps += not prompt
         outcomes = []
@@ -77,10 +80,11 @@ class Runner:
         ends = pairwise(accumulate(counts, initial=0))
         for (sequence, _), (start, end) in zip(parts, ends, strict=True):
             rows = SequenceRows(result, start, end)
-            if sequence.request.prompt_logprobs:
-                sequence.scores.add(rows.logits(), sequence.length - len(rows) + 1)
-            if sequence.complete:
-                outcomes.append(self._draw(sequence, rows))
+            with self._ending([sequence]):  # A device may read logits only now.
+                if sequence.request.prompt_logprobs:
+                    sequence.scores.add(rows.logits(), sequence.length - len(rows) + 1)
+                if sequence.complete:
+                    outcomes.append(self._draw(sequence, rows))
         return outcomes
 
     def _draw(self, sequence: Sequence, rows: SequenceRows) -> DraftOutcome:
@@ -102,15 +106,19 @@ class Runner:
         raises an exception, the requests end with an error."""
         if not parts:
             return
-        step, inputs = self._step_of(parts, None, prompt=True)
-        states = self._execute(parts, lambda: self.executor.hidden_states(step))
+        states: Floats | None = None
+        with self._ending([sequence for sequence, _ in parts]):
+            step, inputs = self._step_of(parts, None, prompt=True)
+            with self._turns:
+                states = self.executor.hidden_states(step)
         if states is None:
             return
         self._note_computed(parts, inputs, prompt=True)
         ends = pairwise(accumulate((count for _, count in parts), initial=0))
         for (sequence, _), (start, end) in zip(parts, ends, strict=True):
-            if event := sequence.add_states(states[start:end]):
-                self.delivery.deliver(sequence, [event])
+            with self._ending([sequence]):
+                if event := sequence.add_states(states[start:end]):
+                    self.delivery.deliver(sequence, [event])
 
     def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
         """Executes up to `count` decode steps of `sequences`, fewer if another engine of the process waits
@@ -132,9 +140,10 @@ class Runner:
         executed = max(len(s.tokens) - old for s, old in zip(sequences, before, strict=True))
         self.counters.decode_steps += executed
         for sequence in sequences:
-            self.schedule.computed(sequence, 0)
-            self.delivery.deliver(sequence, sequence.take_events())
-            self.schedule.trim(sequence)
+            with self._ending([sequence]):
+                self.schedule.computed(sequence, 0)
+                self.delivery.deliver(sequence, sequence.take_events())
+                self.schedule.trim(sequence)
         if failure is not None:
             self.delivery.fail([s for s in sequences if s in self.schedule.active], failure)
         parts = [(sequence, executed) for sequence in sequences]
@@ -157,16 +166,14 @@ class Runner:
             return fanned([sequence for sequence, _ in parts], inputs, size), inputs
         return ModelStep.of(inputs, counts, prompt), inputs
 
-    def _execute(self, parts: List[Part], compute: Callable[[], Result]) -> Result | None:
-        """Calls `compute` while this engine holds the lock under which one engine computes at a time, and
-        returns the result. If it raises an exception, ends the requests of `parts`, (sequence, number of
-        tokens to compute) each, with an error and returns None."""
+    @contextmanager
+    def _ending(self, sequences: List[Sequence]) -> Iterator[None]:
+        """Returns a context in which an exception ends the requests of `sequences` with an error, and goes no
+        further."""
         try:
-            with self._turns:
-                return compute()
+            yield
         except Exception as error:  # Whatever the device raises
-            self.delivery.fail([sequence for sequence, _ in parts], error)
-            return None
+            self.delivery.fail(sequences, error)
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
         """Records, after a step, that the KV cache holds the keys and values of the step's tokens, except
