@@ -4,6 +4,7 @@
     ├── BundleError              exit code 1   a bundle is damaged, inconsistent, or for another machine
     ├── SetupError               exit code 3   this machine lacks something the runtime needs
     ├── RequestError             exit code 1   one request is invalid or cannot be served
+    │   └── StoppingError        exit code 1   the server is stopping
     └── EngineError              exit code 1   one request failed while it ran; the engine continues
 
 A message is complete by itself: place, finding, remedy. It is one line without control characters, whatever
@@ -45,6 +46,14 @@ class RequestError(ServingError):
     ) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
+
+
+class StoppingError(RequestError):
+    """The error for a request that cannot be served because the server is stopping; another server may serve
+    it."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping: use another server", code="stopping", status=503)
 
 
 class EngineError(ServingError):

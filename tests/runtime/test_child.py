@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlcbuild_format.errors import SetupError
+from mlcbuild_format.errors import SetupError, StoppingError
 from mlcbuild_runtime.text import child as children
-from mlcbuild_runtime.text.child import Child, EndedError, StartingError, StoppingError
+from mlcbuild_runtime.text.child import Child, EndedError, StartingError
 
 from . import shared
 

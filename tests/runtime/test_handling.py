@@ -208,6 +208,23 @@ def test_a_load_goes_on_after_the_time_limit() -> None:
     assert models.is_loaded and not models.users
 
 
+def test_requests_that_wait_for_a_model_leave_threads_for_others() -> None:
+    models, going = Lending(), threading.Event()
+    use, models.use = models.use, lambda name: use(name) if going.wait(60) else None  # type: ignore[method-assign]
+
+    async def run() -> int:
+        handling = handler(models)
+        with ExitStack() as stack:
+            waiting = [asyncio.create_task(handling.engine({}, stack)) for _ in range(50)]
+            await asyncio.sleep(0.01)
+            answer = await asyncio.wait_for(handling.threaded(request(), lambda *_: 7, models.engine, {}), 60)
+            going.set()
+            await asyncio.gather(*waiting)
+        return answer
+
+    assert asyncio.run(run()) == 7
+
+
 def test_a_model_is_loaded_and_lent_until_the_request_ends() -> None:
     models = Lending()
 

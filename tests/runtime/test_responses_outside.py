@@ -94,6 +94,32 @@ def test_a_client_that_has_gone_gets_no_answer() -> None:
     assert not sent
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_request_that_the_end_of_the_server_cancels_is_answered(has_begun: bool) -> None:
+    sent = list[Any]()
+    begin: Message = {"type": "http.response.start", "status": 200, "headers": []}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        if has_begun:
+            await send(begin)
+        await asyncio.sleep(60)
+
+    async def talk() -> None:
+        scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": []}
+        handling = asyncio.create_task(
+            cast(Any, error_responses.until_stopped(wait)(scope, cast(Any, None), send))
+        )
+        await asyncio.sleep(0)
+        handling.cancel()
+        await handling
+
+    asyncio.run(talk())
+    assert [message.get("status") for message in sent] == ([200] if has_begun else [503, None])
+
+
 def test_requests_pass_the_log_the_sites_cors_and_the_keys() -> None:
     """Checks the order in which requests pass the server's middleware: the access log comes first, so that it
     lists refused requests, and CORS comes before the API keys, because a browser's preflight request has no

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,31 @@ def test_what_nobody_uses_makes_room(
         assert models.close(10)
 
 
+def test_no_model_is_loaded_after_the_end(numpy_toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that the end of a server does not wait for a model that is being loaded, and that requests which
+    wait for the next load are refused."""
+    models = Models([ModelSource(numpy_toy_bundle)], LimitOverrides(), threads=1)
+    load, begun, going = untrusted.load, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        begun.set()
+        assert going.wait(60)
+        return load(*arguments)
+
+    monkeypatch.setattr(untrusted, "load", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(models.use, None)
+        assert begun.wait(60)
+        second = pool.submit(models.use, None)
+        has_ended = models.close(0)
+        going.set()
+        assert not has_ended
+        first.result(60).end()
+        with pytest.raises(RequestError, match="the server is stopping"):
+            second.result(60)
+    assert models.close(10)
+
+
 class BusyEngine:
     """A stand-in for an engine that runs one step until `step_ended` is set. `seconds`: the sum of the time
     limits that `close` got."""
@@ -105,19 +131,22 @@ def test_a_model_whose_engine_still_computes_keeps_its_memory(numpy_toy_bundle: 
     )
     try:
         used, busy = models.use("b"), BusyEngine()
+        later: Any = BusyEngine()
         entry: Any = models.entries[0]
         entry.engine, entry.chosen = busy, models.entries[1].chosen
         for _ in range(2):
             with pytest.raises(RequestError, match="leave no room for it"):
                 models.use("c")
         assert not busy.is_freed and set(models.states()) == {"b"}
-        assert not models.close(0), "a server does not unload the library of a running step"
         busy.step_ended.set()
         models.use("c").end()
         assert busy.is_freed
         used.end()
+        models._stopping.append((later, 0))
+        assert not models.close(0), "a server does not unload the library of a running step"
     finally:
         busy.step_ended.set()
+        later.step_ended.set()
         assert models.close(10)
 
 

@@ -77,9 +77,14 @@ def test_a_task_s_thread_is_used_again() -> None:
     assert len({actual.get(timeout=120) for _ in range(3)}) == 1
 
 
-def test_the_thread_of_a_task_that_fails_executes_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, BaseException])
+def test_the_thread_of_a_task_that_fails_executes_the_next_one(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Checks an ordinary exception, and one that is not, like the panics of Rust libraries."""
+
     def fail() -> None:
-        raise RuntimeError("no")
+        raise error("no")
 
     actual = SimpleQueue[str]()
     for work in (fail, lambda: actual.put("next")):

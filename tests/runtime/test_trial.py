@@ -18,12 +18,11 @@ from typing import Any
 
 import httpx
 import pytest
-from mlcbuild_format.errors import RequestError, SetupError
+from mlcbuild_format.errors import RequestError, SetupError, StoppingError
 from mlcbuild_runtime.constraints import trial
 from mlcbuild_runtime.constraints.grammar import Grammars
 from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.constraints.stages import Trials
-from mlcbuild_runtime.text.child import StoppingError
 
 from . import shared
 from .grammars import GRAMMARS, RULES, SIZE, TOKENIZERS

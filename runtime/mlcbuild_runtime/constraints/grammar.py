@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from mlcbuild_format.errors import RequestError
+from mlcbuild_format.errors import RequestError, StoppingError
 
 from mlcbuild_runtime.constraints import guidance
 from mlcbuild_runtime.constraints.guidance import GROWTH, MaskTime, Tokens, reason
@@ -28,7 +28,6 @@ from mlcbuild_runtime.constraints.lark import Constraint, Kind, in_lark
 from mlcbuild_runtime.constraints.stages import Trials
 from mlcbuild_runtime.constraints.trial import TrialOutcome
 from mlcbuild_runtime.executor.batch import Mask
-from mlcbuild_runtime.text.child import StoppingError
 from mlcbuild_runtime.text.freed_memory import give_back
 from mlcbuild_runtime.text.turns import CrowdedError
 from mlcbuild_runtime.text.vocabulary import Vocabulary

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from mlcbuild_format.errors import EngineError, RequestError
+from mlcbuild_format.errors import EngineError, RequestError, StoppingError
 
 from mlcbuild_runtime.engine.sequence import Sequence
-from mlcbuild_runtime.text.child import StoppingError
 
 
 class Intake:

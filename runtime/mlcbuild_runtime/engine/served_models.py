@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlcbuild_format import bundle, sizes
 from mlcbuild_format.bundle import Manifest
-from mlcbuild_format.errors import BundleError, RequestError, ServingError, SetupError
+from mlcbuild_format.errors import BundleError, RequestError, ServingError, SetupError, StoppingError
 from mlcbuild_format.fields import Json, describe
 
 from mlcbuild_runtime import untrusted
@@ -24,7 +24,6 @@ from mlcbuild_runtime.engine.memory_modes import ChosenLimits, LimitOverrides
 from mlcbuild_runtime.engine.request import State
 from mlcbuild_runtime.engine.trace import Trace
 from mlcbuild_runtime.locations import directories
-from mlcbuild_runtime.text.child import StoppingError
 
 log = logging.getLogger(__name__)
 
@@ -175,9 +174,9 @@ class Models:
         for the first model. Raises RequestError if there is no model of that name (404), the server is
         stopping or has no memory for the model now (503), or the model cannot be loaded (500)."""
         entry = self.find(name)
-        if self._draining:
-            raise StoppingError
         with self._loading:
+            if self._draining:
+                raise StoppingError
             if entry.engine is None:
                 try:
                     self._load(entry)
@@ -321,15 +320,19 @@ class Models:
             engine.drain()
 
     def close(self, timeout: float) -> bool:
-        """Ends every request of all models with an error and stops their engines. Waits up to `timeout`
-        seconds in all; returns False if an engine, of an unloaded model too, still runs a step then."""
-        end, engines = time.monotonic() + timeout, self.engines
+        """Ends every request of all models with an error and stops their engines; no further model is loaded.
+        Waits up to `timeout` seconds in all; returns False if a model is being loaded then, or an engine, of
+        an unloaded model too, still runs a step."""
+        end, self._draining = time.monotonic() + timeout, True
+        if has_loaded := self._loading.acquire(timeout=timeout):
+            self._loading.release()
+        engines = self.engines
         with self._door:
             engines += [engine for engine, _ in self._stopping]
         for engine in engines:
             engine.close(timeout=0)
         closed = [engine.close(max(0.0, end - time.monotonic())) for engine in engines]
-        return all(closed)
+        return has_loaded and all(closed)
 
 
 def card(entry: ServedModel, created: int) -> dict[str, Json]:

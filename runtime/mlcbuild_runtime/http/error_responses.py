@@ -4,21 +4,25 @@ defects.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
-from mlcbuild_format.errors import RequestError, ServingError
+from mlcbuild_format.errors import RequestError, ServingError, StoppingError
 from mlcbuild_format.fields import Json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlcbuild_runtime.openai import anthropic_stream, chat_documents, ollama_stream
 
 SHOWN = 100
 """Maximum characters of a request's URL path that an error message repeats; the rest of the path is left out.
 """
+
+RETRY_AFTER = 1
+"""Seconds after which clients should retry while the server is full or stopping."""
 
 
 def error_document(path: str, error: ServingError) -> dict[str, Json]:
@@ -72,5 +76,38 @@ async def gone(_request: Request, _error: Exception) -> Response:
 async def unexpected_error(request: Request, _error: Exception) -> Response:
     """Returns the response (500) after a defect of the server: the log has the traceback, and the client
     learns only that the server failed."""
-    failure = ServingError("the server has failed: see its log")
-    return JSONResponse(error_document(request.url.path, failure), 500)
+    return _response(request.url.path, ServingError("the server has failed: see its log"))
+
+
+async def serving_error(request: Request, error: Exception) -> Response:
+    """Returns the response to a request that is refused or fails, with an error document and its status."""
+    assert isinstance(error, ServingError)
+    return _response(request.url.path, error)
+
+
+def _response(path: str, error: ServingError) -> Response:
+    status = error.status if isinstance(error, RequestError) else 500
+    headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+    return JSONResponse(error_document(path, error), status, headers=headers)
+
+
+def until_stopped(app: ASGIApp) -> ASGIApp:
+    """Returns an ASGI application that passes requests to `app`, and answers those that a stopping server
+    cancels: with an error (503), or with the end of an answer that has begun. uvicorn would log a traceback
+    for each, and answer 500."""
+
+    async def pass_on(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def answer(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await app(scope, receive, answer)
+        except asyncio.CancelledError:
+            if not has_begun:
+                await _response(scope["path"], StoppingError())(scope, receive, send)
+
+    return pass_on

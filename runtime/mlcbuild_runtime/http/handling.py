@@ -14,7 +14,6 @@ from typing import TypeVar
 from anyio import CapacityLimiter, move_on_after, to_thread
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from mlcbuild_runtime.engine.engine import Engine
@@ -57,6 +56,8 @@ class RequestHandling:
         self.models = models
         self._access, self._metrics = access, metrics
         self._compiling, self._rendering = CapacityLimiter(COMPILERS), CapacityLimiter(RENDERERS)
+        # Models are loaded one at a time: requests that wait for it must not take all threads.
+        self._loading = CapacityLimiter(1)
         self._intake = BodyReader(access.max_body)
 
     @asynccontextmanager
@@ -147,7 +148,7 @@ class RequestHandling:
     async def _loaded(self, name: str | None) -> Use:
         """Loads a model on another thread, and returns a reference to its engine. If the caller is cancelled,
         the load goes on for later requests. Raises the exceptions of Models.use."""
-        loading = asyncio.create_task(run_in_threadpool(self.models.use, name))
+        loading = asyncio.create_task(to_thread.run_sync(self.models.use, name, limiter=self._loading))
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:

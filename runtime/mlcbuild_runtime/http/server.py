@@ -52,8 +52,6 @@ T = TypeVar("T")
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-RETRY_AFTER = 1
-"""Seconds after which clients should retry while the server is full or stopping."""
 
 
 def create_app(
@@ -71,7 +69,7 @@ def create_app(
     server = _Server(models, access, metrics)
     handlers: dict[object, ExceptionHandler] = {
         HTTPException: error_responses.http_error,
-        ServingError: server.error,
+        ServingError: error_responses.serving_error,
         ClientDisconnect: error_responses.gone,
         Exception: error_responses.unexpected_error,
     }
@@ -81,7 +79,7 @@ def create_app(
     )
     # A redirect would repeat the host name that the client sent.
     app.router.redirect_slashes = False
-    return metrics.counted(middleware.wrapped(app, access, access_logs))
+    return metrics.counted(middleware.wrapped(error_responses.until_stopped(app), access, access_logs))
 
 
 def _others(server: _Server) -> list[Route]:
@@ -177,13 +175,6 @@ class _Server:
         self._models, self._access, self._metrics = models, access, metrics
         self._history, self._created = History(), int(time.time())
         self.requests = RequestHandling(models, access, metrics)
-
-    async def error(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, ServingError)
-        status = error.status if isinstance(error, RequestError) else 500
-        headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
-        document = error_responses.error_document(request.url.path, error)
-        return JSONResponse(document, status, headers=headers)
 
     async def health(self, _request: Request) -> Response:
         states, total = self._models.states(), self._models.state()

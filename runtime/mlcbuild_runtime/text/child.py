@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from mlcbuild_format.errors import RequestError, SetupError
+from mlcbuild_format.errors import RequestError, SetupError, StoppingError
 from mlcbuild_format.fields import Json
 
 _PROGRAM = """
@@ -48,14 +48,6 @@ class EndedError(Exception):
         for a signal; None if the process was killed after its time limit."""
         super().__init__(code)
         self.code = code
-
-
-class StoppingError(RequestError):
-    """The error for a request that cannot be served because the server is stopping; another server may serve
-    it."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is stopping: use another server", code="stopping", status=503)
 
 
 class StartingError(RequestError):
