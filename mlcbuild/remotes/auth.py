@@ -20,6 +20,10 @@ _NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """Matches control characters, and bytes of an environment variable that are not UTF-8."""
 
 
+_HUB = ("https://index.docker.io/v1/", "docker.io", "index.docker.io", "registry-1.docker.io")
+"""Names of Docker Hub: the first in Docker's file, the second in Podman's."""
+
+
 def home() -> Path:
     """Returns the user's home directory; "~", a path that hardly exists, if the system does not know it."""
     return Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises RuntimeError then
@@ -129,23 +133,25 @@ def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _from_docker(path: Path, host: str) -> str | None:
+    names = (*_HUB, host) if host in _HUB else (host, f"https://{host}")
     try:
         document = strict_json.parse(path.read_bytes())
-        helper = document.get("credHelpers", {}).get(host) or document.get("credsStore")
-        entry = document.get("auths", {}).get(host, {})
-        stored = base64.b64decode(entry.get("auth", "")).decode()
+        helpers, logins = document.get("credHelpers", {}), document.get("auths", {})
+        name = next((name for name in names if name in helpers or name in logins), names[0])
+        helper = helpers.get(name) or document.get("credsStore")
+        stored = base64.b64decode(logins.get(name, {}).get("auth", "")).decode()
     except (OSError, ValueError, AttributeError, TypeError):  # the parser's message may quote a secret
         raise RemoteError(f"{path}: the file cannot be parsed") from None
     if stored:
         return basic(stored)
-    return _from_helper(str(helper), host) if helper else None
+    return _from_helper(str(helper), name) if helper else None
 
 
 def _from_helper(helper: str, host: str) -> str | None:
     """Runs a helper program of Docker's credential protocol, and returns the value of the Authorization
-    header. helper: the end of the program's name, docker-credential-<helper>. Returns None if the program is
-    not installed, ends with an error, or has no credentials for the host. Raises RemoteError if it does not
-    follow the protocol or runs for more than 30 seconds."""
+    header. helper: the end of the program's name, docker-credential-<helper>; host: the registry's name in
+    Docker's file. Returns None if the program is not installed, ends with an error, or has no credentials for
+    the host. Raises RemoteError if it does not follow the protocol or runs for more than 30 seconds."""
     program = (
         shutil.which(f"docker-credential-{helper}") if re.fullmatch(r"[A-Za-z0-9_.-]+", helper) else None
     )

@@ -28,7 +28,10 @@ class RegistryAddress:
 
     @property
     def address(self) -> str:
-        return f"{'http' if self.plain else 'https'}://{self.host}"
+        """Returns the URL of the registry's server. That of docker.io has another name, as every client of
+        Docker Hub knows."""
+        host = "registry-1.docker.io" if self.host == "docker.io" else self.host
+        return f"{'http' if self.plain else 'https'}://{host}"
 
     def __str__(self) -> str:
         mark = "@" if self.reference.startswith("sha256:") else ":" if self.reference else ""

@@ -11,6 +11,7 @@ import pytest
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import auth, aws
+from mlcbuild.remotes.oci_reference import parse
 
 TOKEN, LOGIN = auth.variables("cache.example")
 
@@ -95,6 +96,22 @@ def test_a_damaged_file_of_docker_is_an_error(home: dict[str, str], text: str) -
     path.write_text(text)
     with pytest.raises(RemoteError, match="cannot be parsed"):
         auth.login("r.example", home)
+
+
+def test_docker_hub_has_other_names_in_the_files_of_docker_and_podman(home: dict[str, str]) -> None:
+    logins = {"https://index.docker.io/v1/": "hub:d", "https://old.example": "old:d", "r.example": "r:d"}
+    entries = {name: {"auth": basic(text).removeprefix("Basic ")} for name, text in logins.items()}
+    Path(home["DOCKER_CONFIG"], "config.json").write_text(json.dumps({"auths": entries}))
+    for host, text in (
+        *((name, "hub:d") for name in ("docker.io", "registry-1.docker.io", "index.docker.io")),
+        *(("old.example", "old:d"), ("r.example", "r:d")),
+    ):
+        assert auth.login(host, home) == basic(text)
+    assert auth.login("other.example", home) is None
+    entries = {"docker.io": {"auth": basic("hub:p").removeprefix("Basic ")}}
+    Path(home["REGISTRY_AUTH_FILE"]).write_text(json.dumps({"auths": entries}))
+    assert auth.login("docker.io", home) == basic("hub:p")
+    assert parse("oci://docker.io/me/model:v1").address == "https://registry-1.docker.io"
 
 
 def test_a_refusal_names_the_variables_unless_there_are_credentials() -> None:
