@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import ROOT
+from tests.conftest import HALF_COMPILED, ROOT
 
 PROGRAM = """\
 import json, sys
@@ -46,7 +46,7 @@ def copy_package(root: Path) -> Path:
     """Copies the package mlcbuild and the directory of target presets into the directory `root`, and returns
     `root`."""
     for package in ("mlcbuild", "targets"):
-        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, root / package, ignore=HALF_COMPILED)
     return root
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import HALF_COMPILED, ROOT, TINY
 from tests.guide import example
 from tests.outside import copy_package
 
@@ -155,9 +155,7 @@ def add_device(root: Path) -> None:
     """Adds the example device of mlcbuild/README.md to the copy of the source in `root`: an entry in the
     tables of backends and of loaders, and the device's name in the JSON schema of targets."""
     for package in ("mlcbuild_format", "mlcbuild_runtime"):
-        shutil.copytree(
-            ROOT / "runtime" / package, root / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / "runtime" / package, root / package, ignore=HALF_COMPILED)
     backends = root / "mlcbuild" / "targets" / "backends.py"
     backends.write_text(backends.read_text() + BACKEND)
     loading = root / "mlcbuild_runtime" / "executor" / "loading.py"

@@ -1,8 +1,8 @@
 """A backend for tests as another package would add it: its `Ops` count their calls and compute nothing, and
 its action does not need TVM.
 
-Run as a program, it builds the functions of a library, and prints the calls, the functions, and the modules
-of other backends that were imported.
+Run as a program, it builds the functions of two libraries, with a decode loop and without, and prints for
+each the calls, the functions, and the modules of other backends that were imported.
 """
 
 from __future__ import annotations
@@ -135,12 +135,18 @@ class ToyOps:
 
 
 def main() -> None:
+    sys.stdout.write(json.dumps([built(decode_loop=True), built(decode_loop=False)]) + "\n")
+
+
+def built(*, decode_loop: bool) -> dict[str, object]:
+    """Builds the functions of a library, with or without a decode loop. Returns the calls of operations,
+    operation -> number, the names of the functions, and the modules of CPUs that are loaded."""
     from mlcbuild_format.limits import Limits
 
     from mlcbuild.compiler.program import functions
     from mlcbuild.compiler.program.decoder import Decoder
 
-    toy = ToyOps(CONFIG, SCHEMES["q4f16_1"], decode_loop=sys.argv[1:] != ["--no-loop"])
+    toy = ToyOps(CONFIG, SCHEMES["q4f16_1"], decode_loop=decode_loop)
     ops: Ops = toy
     mod = functions.build(Decoder(ops, Limits(64, 16, 2)))
     public = [
@@ -149,8 +155,7 @@ def main() -> None:
         if function.attrs and "global_symbol" in function.attrs
     ]
     loaded = [name for name in sys.modules if name.startswith("mlcbuild.compiler.cpu")]
-    by_name = {"calls": toy.calls, "functions": sorted(public), "loaded": loaded}
-    sys.stdout.write(json.dumps(by_name) + "\n")
+    return {"calls": toy.calls, "functions": sorted(public), "loaded": loaded}
 
 
 if __name__ == "__main__":
