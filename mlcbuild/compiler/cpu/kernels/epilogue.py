@@ -12,7 +12,7 @@ from typing import Protocol
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
-from mlcbuild.compiler.cpu.kernels.vectors import opaque, shuffle, span
+from mlcbuild.compiler.cpu.kernels.vectors import i64, opaque, register, span
 
 
 class Stores(Protocol):
@@ -58,9 +58,9 @@ class Output:
                 self._put(row, column, values, lanes, first)
             if self.n % lanes:
                 with T.Else():
-                    for lane in range(lanes):
-                        with T.If(column + lane < self.n), T.Then():
-                            self._put(row, column + lane, shuffle([values], [lane]), 1, first)
+                    line = register(values, lanes).buffer
+                    with T.serial(T.max(self.n - column, i64(0))) as lane:
+                        self._put(row, column + lane, line[lane], 1, first)
 
     def _put(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         place = span(column, lanes)
