@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlcbuild_format.errors import StoppingError
 from mlcbuild_runtime.engine import loop
 from mlcbuild_runtime.engine.intake import Intake
 from mlcbuild_runtime.engine.loop import Loop
@@ -166,7 +167,7 @@ def test_closing_ends_running_and_waiting_requests(engine: Engine) -> None:
     running, _ = engine.submit([3, 4, 5], 200, close)
     waiting = [engine.submit([7, number], 200)[0] for number in range(6)]
     engine.run()
-    assert all(str(events[-1].error) == "the server is stopping" for events in (running, *waiting))
+    assert all(isinstance(events[-1].error, StoppingError) for events in (running, *waiting))
     assert texts(running) >= 1
 
 
@@ -179,7 +180,7 @@ def test_a_fault_of_the_loop_is_logged_and_ends_everything(
     monkeypatch.setattr(engine.schedule, "admit", fail)
     events, _ = engine.submit([3, 4, 5], 9)
     engine.run()
-    assert str(events[-1].error) == "the server is stopping" and engine.intake.closed
+    assert str(events[-1].error) == "the engine has failed: see the server's log" and engine.intake.closed
     assert "the engine has failed" in caplog.text and "a bug" in caplog.text
 
 

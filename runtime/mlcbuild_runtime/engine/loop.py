@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence as List
 from queue import Empty
 
-from mlcbuild_format.errors import EngineError
+from mlcbuild_format.errors import EngineError, ServingError, StoppingError
 
 from mlcbuild_runtime.engine.delivery import Part
 from mlcbuild_runtime.engine.intake import Intake
@@ -49,6 +49,7 @@ class Loop:
 
     def run(self) -> None:
         schedule = self._schedule
+        error: ServingError = EngineError("the engine has failed: see the server's log")
         try:
             while not self._intake.closed:
                 self._receive()
@@ -57,13 +58,14 @@ class Loop:
                 if any(sequence.prefilling for sequence in schedule.active):
                     self._prefill()
                 self._decode(schedule.decodes(self._runner.speculation.rows))
+            error = StoppingError()
         except Exception:
             log.exception("the engine has failed")
         finally:
             self._intake.close()
             self._receive()
             for sequence in [*schedule.active, *schedule.waiting]:
-                self._delivery.end(sequence, sequence.failure(EngineError("the server is stopping")))
+                self._delivery.end(sequence, sequence.failure(error))
 
     def _receive(self) -> None:
         """Moves new requests from the intake to the schedule. When there is nothing else to do, prepares
