@@ -15,12 +15,17 @@ from mlcbuild.checkpoints.number_types import READABLE, SMALL_FLOATS
 from mlcbuild.checkpoints.row_reader import Rows
 from mlcbuild.checkpoints.shards import ComputedTensor, RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, whole
+from mlcbuild.quant.blocks import BlockRows
+from mlcbuild.quant.groups import GROUP
 
 FLOATS = tuple(name for name in SMALL_FLOATS if name != "F8_E8M0")
 """Names, in safetensors, of the 8-bit float dtypes that weights may have."""
 _BLOCK = (128, 128)
 """Rows and columns of a block of weights that share a scale, where quantization_config states no size;
 DeepSeek and Qwen use these."""
+_KEPT = {"F8_E4M3": "E4M3", "F8_E5M2": "E5M2"}
+"""Name of an 8-bit float dtype in safetensors -> the type, in the terms of quant/as_is.py, whose format keeps
+the floats and their scales."""
 _HALF_EXPONENTS = {"F8_E4M3": (-15, 7), "F8_E5M2": (-8, 0)}
 """Name of an 8-bit float dtype in safetensors -> the least and the greatest exponent of a power-of-two scale
 with which the product of the scale and any such float is a float16."""
@@ -35,18 +40,33 @@ class _Scaled:
     block: tuple[int, int]
     """Number of rows, and number of columns, of a block whose weights share a scale."""
 
+    @property
+    def groups_align(self) -> bool:
+        """Returns True if each group of 32 columns shares a scale, and rows are whole groups."""
+        columns, wide = self.weight.shape[1], self.block[1]
+        return columns % GROUP == 0 and (wide % GROUP == 0 or wide >= columns)
+
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
         rows = reader.values(self.weight, first, count)
+        rows *= self._scales(reader, first, count, 1)
+        return rows
+
+    def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
+        codes = reader.elements(self.weight, (first, first + count))
+        return BlockRows(codes, np.ascontiguousarray(self._scales(reader, first, count, GROUP)))
+
+    def _scales(self, reader: RowReader, first: int, count: int, each: int) -> Floats:
+        """Returns the scales of `count` rows from row `first` on, float32 [count, columns / each]: one for
+        each run of `each` columns, all of which share it."""
         high, wide = self.block
         grid = tuple(-(-size // length) for size, length in zip(self.weight.shape, self.block, strict=True))
         low, last = first // high, (first + count - 1) // high + 1
         scales = _scale_rows(reader, self.scale, grid, low, last)
         row_scales = scales[np.arange(first, first + count) // high - low]
-        if wide >= rows.shape[1]:
-            rows *= row_scales
-        else:
-            rows *= np.repeat(row_scales, wide, axis=1)[:, : rows.shape[1]]
-        return rows
+        runs = self.weight.shape[1] // each
+        if row_scales.shape[1] == 1:
+            return np.broadcast_to(row_scales, (count, runs))
+        return np.repeat(row_scales, wide // each, axis=1)[:, :runs]
 
 
 def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: int, last: int) -> Floats:
@@ -82,7 +102,9 @@ def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTens
             f"must have a {scale} of {listed} for its weight {[rows, columns]}, found {list(tensor.shape)}"
         )
     matrix = _Scaled(weight, tensor, block_size)
-    return parts.computed((rows, columns), matrix.load, _kind(matrix))
+    kind = _kind(matrix)
+    unpack = matrix.unpack if kind in _KEPT.values() else None
+    return parts.computed((rows, columns), matrix.load, kind, unpack)
 
 
 def _block_sizes(
@@ -110,9 +132,12 @@ def _block_sizes(
 
 
 def _kind(matrix: _Scaled) -> str:
-    """Reads the scales of a matrix of scaled 8-bit floats, and returns the name of a type that stores all
-    weights unchanged: "F16" if each scale is a power of two in the range that keeps weights float16 numbers,
-    else "F32". Raises CheckpointError if the file cannot be read or is too short."""
+    """Returns the name of a type that stores all weights of a matrix of scaled 8-bit floats unchanged: "E4M3"
+    or "E5M2" if groups of 32 columns share a scale; else "F16" if each scale (they are read) is a power of
+    two in the range that keeps weights float16 numbers; else "F32". Raises CheckpointError if the file cannot
+    be read or is too short."""
+    if matrix.groups_align and matrix.weight.dtype in _KEPT:
+        return _KEPT[matrix.weight.dtype]
     limits = _HALF_EXPONENTS.get(matrix.weight.dtype)
     if limits is None:
         return "F32"

@@ -48,13 +48,17 @@ types are stored in float32.
 """
 _QUANTIZING: Mapping[int, str] = {4: AGAIN, 5: "q5l", 6: "q6l", 8: "q8s"}
 """Number of bits of a code -> the format that quantizes weights to so many bits."""
-_NOT_IN_GGUF: Mapping[str, str] = {"Q6_1": "q8_1"}
+_NOT_IN_GGUF: Mapping[str, str] = {"Q6_1": "q8_1", "E4M3": "e4m3", "E5M2": "e5m2"}
 """Type of a tensor in checkpoints other than GGUF (GPTQ, AWQ, MLX, compressed-tensors), named in GGUF's style
--> name of the smallest stored format that can hold its values. Q6_1 has 6 bits, a scale and a minimum."""
+-> name of the smallest stored format that can hold its values. Q6_1 has 6 bits, a scale and a minimum; E4M3
+and E5M2 are 8-bit floats with a float32 scale for each group."""
 _MIXED = tuple(
     name for name in (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k") if name not in ("f16", AGAIN)
 )
 _EXACT = "f32"
+_FLOATS = {"f16", _EXACT, *(name.lower() for name in ("E4M3", "E5M2"))}
+"""Names of the formats whose codes are floats: products read activations as float32, and only float32 holds
+the values of two of these formats."""
 UNQUANTIZED = (
     "'as-is' keeps the values of quantized tensors, and this checkpoint has none; choose a scheme such as "
     "q4a8_1, or q0f16 for no quantization"
@@ -74,7 +78,7 @@ def format_for(types: Collection[str]) -> str:
     formats = {FORMATS.get(name) or _NOT_IN_GGUF.get(name, _EXACT) for name in types}
     if len(formats) == 1:
         return formats.pop()
-    if formats & {"f16", _EXACT}:
+    if formats & _FLOATS:
         return _EXACT
     if AGAIN in formats:
         return _QUANTIZING[max(load_format(name, "x16").bits for name in formats)]
@@ -153,4 +157,4 @@ def name_patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
 def _scheme(name: str) -> Scheme:
     """Returns the scheme that stores all matrices in the format `name`, with 8-bit activations if that format
     quantizes weights."""
-    return Scheme(name, name, 0 if name in ("f16", _EXACT) else 8)
+    return Scheme(name, name, 0 if name in _FLOATS else 8)

@@ -69,9 +69,11 @@ def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any]
     format has minima, they are zero.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or its magnitude is
-    2**120 or larger.
+    2**120 or larger, or if a code is an 8-bit float that is infinite or NaN.
     """
     codes = rows.codes.view(np.uint8) + np.uint8(blocks.zero)
+    if blocks.floats is not None and ((codes & 127) > blocks.floats.largest).any():
+        raise not_finite(name)
     for number in (rows.scale, rows.minimum):
         if number is not None and not (np.abs(number) < _LARGEST_SCALE).all():
             raise not_finite(name)

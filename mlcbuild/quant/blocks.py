@@ -23,6 +23,28 @@ an integer of each group)."""
 
 
 @dataclass(frozen=True)
+class FloatCode:
+    """A kind of 8-bit floats that are the codes of weights: a sign, an exponent and a fraction, with
+    subnormal numbers (OCP 8-bit Floating Point Specification 1.0)."""
+
+    exponent_bits: Literal[4, 5]
+    """Number of bits of the exponent, whose bias is 2**(exponent_bits - 1) - 1."""
+    largest: int
+    """Largest code without its sign bit that is a finite number; those above are infinite or NaN."""
+
+    @property
+    def fraction_bits(self) -> int:
+        return 7 - self.exponent_bits
+
+    @property
+    def bias(self) -> int:
+        return (1 << (self.exponent_bits - 1)) - 1
+
+
+E4M3, E5M2 = FloatCode(4, 126), FloatCode(5, 123)
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The types of codes, scales and minima that make up the weights of a stored format, or of a type of
     tensors in a checkpoint."""
@@ -41,6 +63,8 @@ class Blocks:
     """True if codes are from -2**(bits - 1) to 2**(bits - 1) - 1, stored with 2**(bits - 1) added; False if
     they are from 0 to 2**bits - 1.
     """
+    floats: FloatCode | None = None
+    """The kind of 8-bit floats that codes are; None: codes are integers."""
 
     @property
     def zero(self) -> int:
@@ -60,6 +84,7 @@ class Blocks:
         high, other_high = (1 << self.bits) + low, (1 << other.bits) + other_low
         return (
             self.scale == other.scale
+            and self.floats == other.floats
             and self.group <= other.group
             and self.minimum >= other.minimum
             and low <= other_low

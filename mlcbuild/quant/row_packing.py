@@ -5,12 +5,13 @@ an array of scales and minima.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
+from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks, FloatCode
 from mlcbuild.quant.floats import Array
 from mlcbuild.quant.groups import GROUP, low_bits, row_words
 
@@ -107,12 +108,17 @@ def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
 def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
     """Dequantizes a matrix that is stored row by row (the layout `row`) and returns float32 [N, K]: code *
     scale + minimum, each operation rounded to float32; without minima, code * scale. Of signed codes, the
-    offset with which they are stored is subtracted first. blocks: types of codes and scales; tensors:
-    q_weight with the packed codes, and q_scale with scales and minima; shape: (N, K)."""
+    offset with which they are stored is subtracted first; codes that are 8-bit floats are converted. blocks:
+    types of codes and scales; tensors: q_weight with the packed codes, and q_scale with scales and minima;
+    shape: (N, K)."""
     rows, columns = shape
     words, numbers = tensors
     codes = unpack_codes(words.view(np.uint32), blocks.bits, -(-columns // GROUP)) - np.uint8(blocks.zero)
-    value = codes.view(np.int8 if blocks.signed else np.uint8).astype(np.float32)
+    value: NDArray[np.float32]
+    if blocks.floats is not None:
+        value = _float_values(blocks.floats)[codes]
+    else:
+        value = codes.view(np.int8 if blocks.signed else np.uint8).astype(np.float32)
     value = value.reshape(rows, -1, blocks.group)
     scale, minimum = _scales(blocks, numbers.reshape(rows, -1))
     # With two-level scales the last block of a row may have groups beyond its columns.
@@ -120,6 +126,18 @@ def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, in
     if minimum is not None:
         value += minimum[:, : value.shape[1], None]
     return value.reshape(rows, -1)[:, :columns]
+
+
+@cache
+def _float_values(kind: FloatCode) -> NDArray[np.float32]:
+    """Returns code of an 8-bit float -> its value, float32 [256]; codes that are not finite have no defined
+    values. As a float16 the bits of such a float are the number times a power of two."""
+    codes = np.arange(256)
+    bits = (codes & 128) << 8 | (codes & 127) << (10 - kind.fraction_bits)
+    halves = bits.astype(np.uint16).view(np.float16).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        values: NDArray[np.float32] = halves * np.float32(2.0 ** (15 - kind.bias))
+    return values
 
 
 def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:

@@ -99,12 +99,33 @@ def test_rows_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     check_converted(tmp_path, settings, values, ODD)
 
 
-@pytest.mark.parametrize(("code", "form"), [("F8_E8M0", "f16"), ("F32", "f32")])
-def test_scales_that_are_powers_of_two_are_kept_in_float16(code: str, form: str, tmp_path: Path) -> None:
-    quantized(tmp_path / "m", {"quant_method": "fp8"}, fp8("block", code=code), SMALL)
+@pytest.mark.parametrize(("dtype", "form"), [("F8_E4M3", "e4m3"), ("F8_E5M2", "e5m2")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_floats_are_kept_with_their_scales(kind: str, dtype: str, form: str, tmp_path: Path) -> None:
+    quantized(tmp_path / "m", {"quant_method": "fp8"}, fp8(kind, dtype), SMALL)
     formats = kept(tmp_path)
     assert formats["layers.0.attn.o.weight"] == form
     assert formats["layers.0.attn.qkv.weight"] == "f32"  # keys and values are float32
+
+
+@pytest.mark.parametrize(("code", "form"), [("F8_E8M0", "f16"), ("F32", "f32")])
+def test_scales_of_parts_of_a_group_are_applied(code: str, form: str, tmp_path: Path) -> None:
+    """Checks matrices whose groups of 32 columns have two scales: no format has floats with such scales, but
+    float16 holds the products if the scales are powers of two."""
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    quantized(tmp_path / "m", settings, fp8("block", code=code, size=16), SMALL)
+    assert kept(tmp_path)["layers.0.attn.o.weight"] == form
+
+
+def test_floats_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    def with_nan(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Floats]:
+        parts, values = fp8("row")(random, rows, columns)
+        parts["weight"][1][0, 3] = 255
+        return parts, values
+
+    quantized(tmp_path / "m", {"quant_method": "fp8"}, with_nan, SMALL)
+    with pytest.raises(CheckpointError, match=r"it holds infinite or NaN weights"):
+        kept(tmp_path)
 
 
 WRONG: list[tuple[dict[str, Any], Quantizer, str]] = [

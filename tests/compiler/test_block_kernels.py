@@ -19,6 +19,7 @@ from mlcbuild.compiler.cpu.kernels.linear import Linear, kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
 from mlcbuild.quant import Storage
 from mlcbuild.quant.as_is import FORMATS, format_for
+from mlcbuild.quant.codebooks import CODEBOOKS
 from mlcbuild.quant.floats import Scratch
 from tests import kernelbench
 from tests.blocks import finite_rows, kind_of
@@ -28,9 +29,9 @@ from tests.schemes import normal
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
-TYPES: dict[str, tuple[str, ...]] = {
-    form: (name,) for name, form in FORMATS.items() if name not in ("F16", "TQ1_0", "TQ2_0", "IQ4_NL")
-}
+_LEFT_OUT = ("F16", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "IQ4_NL", *CODEBOOKS)
+"""Names of GGUF types without blocks, and of those that are stored in the format of another type."""
+TYPES: dict[str, tuple[str, ...]] = {form: (name,) for name, form in FORMATS.items() if name not in _LEFT_OUT}
 TYPES |= {"q8_1": ("Q4_1", "Q8_0"), "q8_k": ("Q4_K", "Q6_K")}
 """Stored format -> the GGUF types of the rows with which it is tested."""
 ON: dict[str, tuple[str, ...]] = {

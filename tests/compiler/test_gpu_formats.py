@@ -20,6 +20,7 @@ from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.compiler.gpu.kernels.storage import stored_as
 from mlcbuild.models import RmsNorm
+from mlcbuild.quant.blocks import BlockRows
 from mlcbuild.quant.floats import Scratch
 from mlcbuild.quant.format import load_format
 from mlcbuild.targets.backends import GPU_LAYOUTS
@@ -35,8 +36,11 @@ NARROW = 328
 """A number of columns for matrices that is a multiple neither of 32 (the group of weights that share a scale)
 nor of 256 (a block of GGUF formats)."""
 FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
-SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
-RAGGED = [name for name in FORMS if name not in TYPES] if EVERY else ["q3l", "q5l"]
+FLOATS = ("e4m3", "e5m2")
+"""Names of the formats whose codes are 8-bit floats. Codes here are below 120 without their sign: such
+numbers are finite in both."""
+SAMPLE = FORMS if EVERY else ["q4_k", "q6_k", "e4m3"]
+RAGGED = [name for name in FORMS if name not in (*TYPES, *FLOATS)] if EVERY else ["q3l", "q5l"]
 BROWSER = (*SAMPLE[:1], *RAGGED[:1])
 """Names of the weight formats whose matrix products are also tested in Chromium. They are few, because
 Chromium compiles the kernels of one format for 5 seconds."""
@@ -71,7 +75,13 @@ def matrix(form: str, columns: int = COLUMNS) -> tuple[dict[str, NDArray[Any]], 
     """Returns (kernel argument -> stored tensor; the matrix as float64 values) of a random matrix of 50 rows,
     quantized in the format called `form`."""
     definition = load_format(form, "row")
-    if form not in TYPES:
+    if form in FLOATS:
+        rng = np.random.default_rng(1)
+        codes = rng.integers(0, 120, (ROWS, columns)) + 128 * rng.integers(0, 2, (ROWS, columns))
+        scales = np.exp(rng.standard_normal((ROWS, columns // 32)) - 3).astype(np.float32)
+        assert definition.pack_blocks is not None
+        tensors = definition.pack_blocks([BlockRows(codes.astype(np.uint8), scales)], "matrix")
+    elif form not in TYPES:
         weights = np.random.default_rng(1).standard_normal((ROWS, columns)).astype(np.float32)
         tensors = definition.pack(weights, Scratch(), "matrix")
     else:

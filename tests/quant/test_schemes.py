@@ -22,5 +22,5 @@ def test_names_say_what_a_scheme_is() -> None:
 def test_every_format_has_a_scheme() -> None:
     """Checks that every format is used by a built-in scheme, or by the scheme that keeps a checkpoint's
     values."""
-    kept = {*as_is.FORMATS.values(), "q8_1", "q8_k"}
+    kept = {*as_is.FORMATS.values(), "q8_1", "q8_k", "e4m3", "e5m2"}
     assert {scheme.format for scheme in BUILT_IN.values()} | kept == set(format_names())

@@ -12,8 +12,18 @@ from typing import TypeAlias
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Var
 
-from mlcbuild.compiler.gpu.tensorir import KernelBuilder, Value, bind, floating, half, lane, number, unsigned
-from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
+from mlcbuild.compiler.gpu.kernels.small_floats import float_value
+from mlcbuild.compiler.gpu.tensorir import (
+    KernelBuilder,
+    Value,
+    bind,
+    floating,
+    half,
+    lane,
+    number,
+    unsigned,
+)
+from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks, FloatCode
 from mlcbuild.quant.format import load_format
 from mlcbuild.quant.groups import GROUP, low_bits, row_words
 
@@ -43,6 +53,8 @@ class StoredAs:
     integer of the group and a float16 that 256 weights share."""
     levels: bool = False
     """True if a scale is the product of an integer of the group and a float16 that 256 weights share."""
+    floats: FloatCode | None = None
+    """The kind of 8-bit floats that codes are; None: they are integers."""
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
@@ -50,7 +62,7 @@ class StoredAs:
         minima `blocks` describes."""
         levels = blocks.scale == "levels"
         half = blocks.scale == "float16"
-        return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels)
+        return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels, blocks.floats)
 
     @property
     def block_words(self) -> int:
@@ -277,7 +289,10 @@ class StoredMatrix:
             if high is not None:
                 above = _bits(high, high_shift, place, self.form.bits - low)
                 code = T.bitwise_or(code, T.shift_left(above, T.uint32(low)))
-            codes.append(floating(T.Cast("int32", code) - self.form.zero))
+            if self.form.floats is not None:
+                codes.append(float_value(self.form.floats, bind(code)))
+            else:
+                codes.append(floating(T.Cast("int32", code) - self.form.zero))
         return codes
 
     def number(self, row: Value, column: Value) -> Value:
