@@ -115,7 +115,8 @@ class Link:
         a file here is damaged or the upload fails. Only a failed upload ends all writing to the remote in
         this run.
 
-        Objects that the remote has are not sent again, unless they were damaged. After three damaged objects
+        Objects that the remote has are not sent again, unless they were damaged; but a signed record replaces
+        the same one without a signature. After three damaged objects
         in this run, all blobs, and the records that prove to be wrong, are sent again. stop: event that
         cancels the upload. Raises CancelledError if `stop` is set.
         """
@@ -205,9 +206,12 @@ class Link:
 
         name = f"ac/{record.key}"
         remote_size = self._size(name)
+        # A record of exactly this size is the same one without a signature.
+        is_unsigned = self._signer is not None and remote_size == len(record.encode())
         if (
             remote_size is not None
             and remote_size >= 0
+            and not is_unsigned
             and not (self._is_suspect() and self._is_wrong(record.key))
         ):
             return

@@ -71,6 +71,19 @@ def built(tmp_path: Path) -> tuple[Record, Store]:
     return record, user.store
 
 
+def test_a_signed_record_replaces_an_unsigned_one(
+    there: Objects, built: tuple[Record, Store], tmp_path: Path
+) -> None:
+    """Checks that results which were uploaded before their sender had a key get its signature, once."""
+    record, store = built
+    key, other = (keyfile.create(tmp_path / name) for name in ("key", "other"))
+    for signer, count in ((None, 1), (key, 1), (key, 0), (other, 0), (None, 0)):
+        sender = Link(Remote(URL), signer)
+        assert sender.send(record, store, threading.Event())
+        assert (sender.sent.records, sender.sent.bytes > 0) == (count, signer is None and count == 1)
+    assert there.objects[f"ac/{record.key}"] == seal(record, key)
+
+
 @pytest.mark.parametrize("mode", ["read", "write", "readwrite"])
 def test_a_remote_that_cannot_be_opened_is_not_used(
     mode: Mode, built: tuple[Record, Store], monkeypatch: pytest.MonkeyPatch
