@@ -6,6 +6,7 @@
     ├── RequestError             exit code 1   one request is invalid or cannot be served
     │   └── StoppingError        exit code 1   the server is stopping
     └── EngineError              exit code 1   one request failed while it ran; the engine continues
+        └── DeviceLostError      exit code 1   the device computes nothing any more; the engine ends
 
 A message is complete by itself: place, finding, remedy. It is one line without control characters, whatever
 text of a bundle or a client it quotes: see `printable`.
@@ -58,3 +59,8 @@ class StoppingError(RequestError):
 
 class EngineError(ServingError):
     pass
+
+
+class DeviceLostError(EngineError):
+    """The error for a device, such as a GPU, that can compute nothing any more until the server is
+    restarted."""

@@ -6,6 +6,7 @@ import pytest
 from mlcbuild_format import errors
 from mlcbuild_format.errors import (
     BundleError,
+    DeviceLostError,
     EngineError,
     RequestError,
     ServingError,
@@ -15,7 +16,7 @@ from mlcbuild_format.errors import (
 
 
 def test_exit_codes() -> None:
-    others = ServingError, BundleError, RequestError, StoppingError, EngineError
+    others = ServingError, BundleError, RequestError, StoppingError, EngineError, DeviceLostError
     public = {value for name, value in vars(errors).items() if name.endswith("Error")}
     assert {kind: kind.exit_code for kind in public} == {SetupError: 3, **dict.fromkeys(others, 1)}
 

@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 from mlcbuild_format import bundle
-from mlcbuild_format.errors import BundleError, EngineError, SetupError
+from mlcbuild_format.errors import BundleError, DeviceLostError, EngineError, SetupError
 from mlcbuild_runtime.devices import gpu
 from mlcbuild_runtime.devices.gpu_program import DeviceProgram
 from mlcbuild_runtime.executor.batch import ModelStep
@@ -163,8 +163,14 @@ def test_a_lost_device_is_named(webgpu_toy_bundle: Path) -> None:
     greedy = (0.0, 0.0, 1.0, 0.0, 0.0)
     (token,) = executor.step(step, [greedy]).tokens
     assert 0 <= token < executor.manifest.vocab_size
+
+    def fail() -> None:
+        raise RuntimeError("once")
+
+    with pytest.raises(EngineError, match=r"failed: once$"):
+        executor.device._guarded(fail)
     executor.device.device.destroy()
-    with pytest.raises(EngineError, match=r"failed: .*; restart the server$"):
+    with pytest.raises(DeviceLostError, match=r"failed: .*; restart the server$"):
         executor.step(step, [greedy])
     executor.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlcbuild_format.errors import StoppingError
+from mlcbuild_format.errors import DeviceLostError, StoppingError
 from mlcbuild_runtime.engine import loop
 from mlcbuild_runtime.engine.intake import Intake
 from mlcbuild_runtime.engine.loop import Loop
@@ -182,6 +182,15 @@ def test_a_fault_of_the_loop_is_logged_and_ends_everything(
     engine.run()
     assert str(events[-1].error) == "the engine has failed: see the server's log" and engine.intake.closed
     assert "the engine has failed" in caplog.text and "a bug" in caplog.text
+
+
+def test_a_lost_device_ends_everything(engine: Engine) -> None:
+    engine.executor.fault = DeviceLostError("the GPU is lost")
+    answers = [engine.submit([3, number], 9)[0] for number in range(5)]  # of which a batch has four
+    engine.run()
+    errors = [str(events[-1].error) for events in answers]
+    assert errors[0] == "the model has failed: the GPU is lost"
+    assert errors[4] == "the engine has failed: see the server's log"
 
 
 def test_a_failed_step_ends_its_request_and_not_the_loop(engine: Engine) -> None:

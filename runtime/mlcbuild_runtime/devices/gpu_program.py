@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mlcbuild_format import files, program_json
 from mlcbuild_format.bundle import Manifest
-from mlcbuild_format.errors import BundleError, EngineError
+from mlcbuild_format.errors import BundleError, DeviceLostError, EngineError
 from mlcbuild_format.fields import FieldError, parse_json
 from mlcbuild_format.program import (
     CallVariant,
@@ -229,12 +229,18 @@ class DeviceProgram:
         call.sizes, call.grids = sizes, grids
 
     def _guarded(self, action: Any) -> Any:
-        """Calls `action` and returns its result. Raises EngineError if the GPU fails, for example because it
-        is lost."""
+        """Calls `action` and returns its result. Raises EngineError if the GPU fails, DeviceLostError if it
+        then fails also to read a word of a buffer."""
+        failures = self._wgpu.GPUError, RuntimeError
         try:
             return action()
-        except (self._wgpu.GPUError, RuntimeError) as error:
-            raise EngineError(f"{self.name} failed: {_line(error)}; restart the server") from None
+        except failures as error:
+            reason = f"{self.name} failed: {_line(error)}"
+        try:
+            self.queue.read_buffer(next(iter(self._buffers.values())), 0, 4)
+        except failures:
+            raise DeviceLostError(f"{reason}; restart the server") from None
+        raise EngineError(reason)
 
     def close(self) -> None:
         for buffer in self._buffers.values():

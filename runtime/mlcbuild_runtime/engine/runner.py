@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
+from mlcbuild_format.errors import DeviceLostError
+
 from mlcbuild_runtime.engine import multi_step
 from mlcbuild_runtime.engine.counters import Counters
 from mlcbuild_runtime.engine.delivery import Delivery, Part
@@ -126,7 +128,8 @@ class Runner:
         has a constraint, no step but the first begins later than `seconds` after this engine has acquired
         that lock. If a step raises an exception, it is logged, and the requests end with an error after the
         tokens sampled so far. Each sequence must have KV cache pages for these steps."""
-        begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
+        begun, before = time.perf_counter(), [len(s.tokens) for s in sequences]
+        failure: Exception | None = None
         try:
             with self._turns:
                 self._turns.on_wait(self.executor.interrupt)
@@ -145,7 +148,8 @@ class Runner:
                 self.delivery.deliver(sequence, sequence.take_events())
                 self.schedule.trim(sequence)
         if failure is not None:
-            self.delivery.fail([s for s in sequences if s in self.schedule.active], failure)
+            with self._ending([s for s in sequences if s in self.schedule.active]):
+                raise failure
         parts = [(sequence, executed) for sequence in sequences]
         self.delivery.trace_step("decode", parts, (begun, computed, time.perf_counter()))
 
@@ -168,12 +172,14 @@ class Runner:
 
     @contextmanager
     def _ending(self, sequences: List[Sequence]) -> Iterator[None]:
-        """Returns a context in which an exception ends the requests of `sequences` with an error, and goes no
-        further."""
+        """Returns a context in which an exception ends the requests of `sequences` with an error. It goes no
+        further, except DeviceLostError, which is to end the engine."""
         try:
             yield
         except Exception as error:  # Whatever the device raises
             self.delivery.fail(sequences, error)
+            if isinstance(error, DeviceLostError):
+                raise
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
         """Records, after a step, that the KV cache holds the keys and values of the step's tokens, except
