@@ -173,6 +173,23 @@ def test_a_request_s_time_limit_holds_while_it_is_prepared() -> None:
     assert (caught.value.status, caught.value.code) == (504, "timeout")
 
 
+def test_a_thread_counts_until_it_ends() -> None:
+    """Checks that the number of threads stays limited after requests have reached their time limit."""
+    handling, going = handler(timeout=0.01), threading.Event()
+
+    async def run() -> None:
+        with pytest.raises(RequestError, match="not finished"):
+            async with handling.body(sender := request()):
+                work = lambda *_: going.wait(60)  # noqa: E731
+                await handling.threaded(sender, work, cast(Engine, None), {"messages": MESSAGES})
+        assert handling._rendering.borrowed_tokens == 1
+        going.set()
+        while handling._rendering.borrowed_tokens:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+
+
 def test_a_request_has_one_time_limit() -> None:
     """Checks that the time in which a body arrives, and that of earlier parts of a request for embeddings,
     count towards the time limit of the rest."""

@@ -9,6 +9,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from math import inf
 from typing import TypeVar
 
 from anyio import CapacityLimiter, move_on_after, to_thread
@@ -57,7 +59,7 @@ class RequestHandling:
         self._access, self._metrics = access, metrics
         self._compiling, self._rendering = CapacityLimiter(COMPILERS), CapacityLimiter(RENDERERS)
         # Models are loaded one at a time: requests that wait for it must not take all threads.
-        self._loading = CapacityLimiter(1)
+        self._loading, self._unlimited = CapacityLimiter(1), CapacityLimiter(inf)
         self._intake = BodyReader(access.max_body)
 
     @asynccontextmanager
@@ -126,12 +128,28 @@ class RequestHandling:
         body: Mapping[str, Json],
     ) -> T:
         """Calls `work` with an engine and a body on another thread, and returns its result or raises its
-        exception. If the caller is cancelled, the thread ends soon after, since constraints and templates are
-        bounded."""
-        rendering = self._rendering if body.get("messages") else None
-        limiter = self._compiling if service.constrained(body) else rendering
+        exception. The number of such threads is limited, by what the body needs. If the caller is cancelled,
+        the thread ends soon after, since constraints and templates are bounded."""
+        others = self._rendering if body.get("messages") else to_thread.current_default_thread_limiter()
+        limiter = self._compiling if service.constrained(body) else others
         service.serve_in_turn(request.client.host if request.client else "")
-        return await to_thread.run_sync(work, engine, body, limiter=limiter, abandon_on_cancel=True)
+        return await self._on_thread(limiter, partial(work, engine, body))
+
+    async def _on_thread(
+        self, limiter: CapacityLimiter, work: Callable[[], T], drop: Callable[[T], None] | None = None
+    ) -> T:
+        """Calls `work` on another thread, and returns its result or raises its exception. If the caller is
+        cancelled, the thread goes on, and counts in `limiter` until it ends; its result is then passed to
+        `drop`, if that is not None."""
+        place = object()
+        await limiter.acquire_on_behalf_of(place)
+        running = asyncio.create_task(to_thread.run_sync(work, limiter=self._unlimited))
+        running.add_done_callback(lambda _: limiter.release_on_behalf_of(place))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            running.add_done_callback(partial(_dropped, drop))
+            raise
 
     async def engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
         """Returns the engine of the model that a body names, or of the first model if it names none, loaded
@@ -141,19 +159,11 @@ class RequestHandling:
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise wrong("model", "a text", name)
-        reference = self.models.at_once(name) or await self._loaded(name)
+        reference = self.models.at_once(name)
+        if reference is None:
+            reference = await self._on_thread(self._loading, partial(self.models.use, name), _end)
         use.callback(reference.end)
         return reference.engine
-
-    async def _loaded(self, name: str | None) -> Use:
-        """Loads a model on another thread, and returns a reference to its engine. If the caller is cancelled,
-        the load goes on for later requests. Raises the exceptions of Models.use."""
-        loading = asyncio.create_task(to_thread.run_sync(self.models.use, name, limiter=self._loading))
-        try:
-            return await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            loading.add_done_callback(_end)
-            raise
 
     def submit(
         self, request: Request, engine: Engine, requests: Sequence[EngineRequest], stream: bool = False
@@ -191,7 +201,12 @@ class RequestHandling:
         return request
 
 
-def _end(loading: asyncio.Task[Use]) -> None:
-    """Ends the reference to a model that a finished task has returned; does nothing if the task failed."""
-    if not loading.cancelled() and loading.exception() is None:
-        loading.result().end()
+def _end(use: Use) -> None:
+    use.end()
+
+
+def _dropped(drop: Callable[[T], None] | None, ended: asyncio.Task[T]) -> None:
+    """Passes the result of a task, which nobody reads any more, to `drop`, if that is not None; does nothing
+    if the task failed."""
+    if not ended.cancelled() and ended.exception() is None and drop is not None:
+        drop(ended.result())
