@@ -151,23 +151,24 @@ define internal <{half} x {kind}> @NAME(<{inputs} x {narrow}> %a, <{inputs} x {n
 """
 
 
-def _chosen_words() -> str:
-    """Returns an LLVM IR function for the instruction VPERMW, which selects 32 words of 16 bits by their
-    indices."""
-    lines, last = [], "poison"
-    for i in range(32):
+def _chosen(count: int, bits: int, run: int) -> str:
+    """Returns an LLVM IR function that selects `count` integers of `bits` bits by their indices in the runs
+    of `run` integers in which they lie, as VPERMW (one run), VPSHUFB and TBL do for indices below `run`."""
+    kind, lines, last = f"<{count} x i{bits}>", [], "poison"
+    for i in range(count):
         lines += [
-            f"  %i{i} = extractelement <32 x i16> %low, i32 {i}",
-            f"  %v{i} = extractelement <32 x i16> %a, i16 %i{i}",
-            f"  %r{i} = insertelement <32 x i16> {last}, i16 %v{i}, i32 {i}",
+            f"  %i{i} = extractelement {kind} %low, i32 {i}",
+            f"  %p{i} = add i{bits} %i{i}, {i // run * run}",
+            f"  %v{i} = extractelement {kind} %a, i{bits} %p{i}",
+            f"  %r{i} = insertelement {kind} {last}, i{bits} %v{i}, i32 {i}",
         ]
         last = f"%r{i}"
     body = "\n".join(lines)
     return f"""
-define internal <32 x i16> @NAME(<32 x i16> %a, <32 x i16> %indexes) {{
-  %low = and <32 x i16> %indexes, splat (i16 31)
+define internal {kind} @NAME({kind} %a, {kind} %indexes) {{
+  %low = and {kind} %indexes, splat (i{bits} {run - 1})
 {body}
-  ret <32 x i16> {last}
+  ret {kind} {last}
 }}
 """
 
@@ -376,7 +377,9 @@ DEFINITIONS = {
     "llvm.x86.avx512.pmaddubs.w.512": _pairs("zext", "i8", _SATURATED, 64),
     "llvm.x86.avx512.pmaddw.d.512": _pairs("sext", "i16", ("ret <16 x i32> %sum",), 32),
     "llvm.x86.avx512.mask.vcvtph2ps.512": _HALVES,
-    "llvm.x86.avx512.permvar.hi.512": _chosen_words(),
+    "llvm.x86.avx512.permvar.hi.512": _chosen(32, 16, 32),
+    "llvm.x86.avx512.pshuf.b.512": _chosen(64, 8, 16),
+    "llvm.aarch64.neon.tbl1.v16i8": _chosen(16, 8, 16),
     "llvm.x86.avx512.pmultishift.qb.512": _shifted_bytes(),
     "llvm.x86.avx512.mask.reduce.ps.512": _FRACTION,
     "llvm.x86.avx512.mask.scalef.ps.512": _SCALED,

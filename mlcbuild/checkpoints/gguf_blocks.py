@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mlcbuild.checkpoints.gguf_types import TYPES, BlockType
-from mlcbuild.quant.blocks import BlockRows
+from mlcbuild.quant.blocks import NONLINEAR, TWICE_E2M1, BlockRows
 from mlcbuild.quant.floats import widen
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -75,12 +75,7 @@ CHUNK = 1 << 17
 stays in a core's cache. On a Xeon, decoding K types took up to a fifth longer with half this number.
 """
 
-NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-"""Code of the 4-bit GGUF types IQ4_NL and IQ4_XS -> the value that it stands for."""
-TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Code of a 4-bit float (E2M1 of the OCP Microscaling specification 1.0) -> twice its value, an integer;
-minus zero becomes 0.
-"""
+_NONLINEAR, _TWICE_E2M1 = np.array(NONLINEAR, np.int8), np.array(TWICE_E2M1, np.int8)
 HALF_E8M0 = np.ldexp(np.float32(1), np.arange(256) - 128)
 """Byte of an 8-bit scale (E8M0 of the OCP Microscaling specification 1.0) -> half of its value, for codes of
 TWICE_E2M1. The first two values are subnormal, and byte 255 is not treated as NaN.
@@ -308,17 +303,17 @@ def _q6_k(blocks: Bytes) -> _Decoded:
 
 
 def _iq4_nl(blocks: Bytes) -> _Decoded:
-    return _Decoded(NONLINEAR.take(_codes(blocks, 2, 1, 16, 4)).view(np.uint8), _half(blocks, 0))
+    return _Decoded(_NONLINEAR.take(_codes(blocks, 2, 1, 16, 4)).view(np.uint8), _half(blocks, 0))
 
 
 def _iq4_xs(blocks: Bytes) -> _Decoded:
     scales = _join(_codes(blocks, 4, 4, 1, 4), _codes(blocks, 2, 2, 1, 2), 4)
-    codes = NONLINEAR.take(_codes(blocks, 8, 8, 16, 4)).view(np.uint8)
+    codes = _NONLINEAR.take(_codes(blocks, 8, 8, 16, 4)).view(np.uint8)
     return _Decoded(codes, _half(blocks, 0), (scales - 32).view(np.int8))
 
 
 def _mxfp4(blocks: Bytes) -> _Decoded:
-    codes = TWICE_E2M1.take(_codes(blocks, 1, 1, 16, 4)).view(np.uint8)
+    codes = _TWICE_E2M1.take(_codes(blocks, 1, 1, 16, 4)).view(np.uint8)
     return _Decoded(codes, HALF_E8M0[blocks[:, :1]])
 
 
@@ -347,7 +342,7 @@ def _tq2_0(blocks: Bytes) -> _Decoded:
 
 
 def _nvfp4(blocks: Bytes) -> _Decoded:
-    codes = TWICE_E2M1.take(_codes(blocks, 4, 4, 8, 4)).view(np.uint8)
+    codes = _TWICE_E2M1.take(_codes(blocks, 4, 4, 8, 4)).view(np.uint8)
     return _Decoded(codes, HALF_UE4M3[blocks[:, :4]])
 
 

@@ -30,7 +30,7 @@ FORMATS: Mapping[str, str] = {
     "Q5_0": "q5_0",
     "Q5_1": "q5_1",
     "Q8_0": "q8_0",
-    "IQ4_NL": "q8_0",
+    "IQ4_NL": "iq4_nl",
     "MXFP4": "mxfp4",
     "Q3_K": "q3_k",
     "Q4_K": "q4_k",

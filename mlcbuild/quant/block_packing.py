@@ -5,6 +5,7 @@ dequantizes such tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,8 @@ def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any]
     2**120 or larger, or if a code is an 8-bit float that is infinite or NaN.
     """
     codes = rows.codes.view(np.uint8) + np.uint8(blocks.zero)
+    if blocks.table is not None:
+        codes = _codes_of(blocks.table)[codes]
     if blocks.floats is not None and ((codes & 127) > blocks.floats.largest).any():
         raise not_finite(name)
     for number in (rows.scale, rows.minimum):
@@ -88,6 +91,15 @@ def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any]
         steps_as_bytes = np.zeros((len(codes), count), np.uint8) if steps is None else steps.view(np.uint8)
         fields += [np.repeat(steps_as_bytes, count // steps_as_bytes.shape[1], axis=1), minima]
     return codes, *fields
+
+
+@cache
+def _codes_of(table: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Returns, for each byte of an int8, the first code that stands for this integer; 0 if none does."""
+    codes = np.zeros(256, np.uint8)
+    for code, value in reversed([*enumerate(table)]):
+        codes[value & 255] = code
+    return codes
 
 
 def _whole_tiles(array: NDArray[Any]) -> NDArray[Any]:
@@ -158,8 +170,8 @@ def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> 
     rows, columns = shape
     q_weight, *numbers = tensors
     padded = q_weight.shape[1] * GROUP
-    codes = (_codes(blocks, q_weight) - np.uint8(blocks.zero)).view(np.int8 if blocks.signed else np.uint8)
-    value = codes[:rows].astype(np.float32).reshape(rows, -1, blocks.group)
+    codes = _codes(blocks, q_weight)[:rows] - np.uint8(blocks.zero)
+    value = row_packing.code_values(blocks, codes).reshape(rows, -1, blocks.group)
     count = 2 if blocks.scale == "levels" else 1
     scale, *minimum = (
         _numbers(blocks, numbers[i : i + count], np.uint8 if i else np.int8, padded)[:rows, :, None]

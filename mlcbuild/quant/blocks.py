@@ -42,6 +42,11 @@ class FloatCode:
 
 
 E4M3, E5M2 = FloatCode(4, 126), FloatCode(5, 123)
+NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Code of GGUF's 4-bit types IQ4_NL and IQ4_XS -> the integer for which it stands."""
+TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Code of a 4-bit float (E2M1 of the OCP Microscaling specification 1.0) -> twice its value, an integer;
+minus zero becomes 0."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Blocks:
     """
     floats: FloatCode | None = None
     """The kind of 8-bit floats that codes are; None: codes are integers."""
+    table: tuple[int, ...] | None = None
+    """The integers, -128 to 127, for which codes from 0 on stand; None: codes stand for themselves."""
 
     @property
     def zero(self) -> int:
@@ -77,14 +84,21 @@ class Blocks:
         """Returns the number of groups, each with a scale, in 32 consecutive weights: 1 or 2."""
         return GROUP // self.group
 
+    @property
+    def _span(self) -> tuple[int, int]:
+        """Returns (smallest integer of a weight, largest one + 1) before scales are applied."""
+        if self.table is not None:
+            return min(self.table), max(self.table) + 1
+        return -self.zero, (1 << self.bits) - self.zero
+
     def holds(self, other: Blocks) -> bool:
         """Returns True if a format with these codes and scales can store, without change, every weight that
         the codes and scales `other` can represent. Always False if their types of scales differ."""
-        low, other_low = -self.zero, -other.zero
-        high, other_high = (1 << self.bits) + low, (1 << other.bits) + other_low
+        (low, high), (other_low, other_high) = self._span, other._span
         return (
             self.scale == other.scale
             and self.floats == other.floats
+            and self.table in (None, other.table)
             and self.group <= other.group
             and self.minimum >= other.minimum
             and low <= other_low

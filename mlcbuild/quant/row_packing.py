@@ -108,24 +108,32 @@ def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
 def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
     """Dequantizes a matrix that is stored row by row (the layout `row`) and returns float32 [N, K]: code *
     scale + minimum, each operation rounded to float32; without minima, code * scale. Of signed codes, the
-    offset with which they are stored is subtracted first; codes that are 8-bit floats are converted. blocks:
-    types of codes and scales; tensors: q_weight with the packed codes, and q_scale with scales and minima;
-    shape: (N, K)."""
+    offset with which they are stored is subtracted first; codes that are 8-bit floats, or stand for integers
+    of a table, are converted. blocks: types of codes and scales; tensors: q_weight with the packed codes, and
+    q_scale with scales and minima; shape: (N, K)."""
     rows, columns = shape
     words, numbers = tensors
     codes = unpack_codes(words.view(np.uint32), blocks.bits, -(-columns // GROUP)) - np.uint8(blocks.zero)
-    value: NDArray[np.float32]
-    if blocks.floats is not None:
-        value = _float_values(blocks.floats)[codes]
-    else:
-        value = codes.view(np.int8 if blocks.signed else np.uint8).astype(np.float32)
-    value = value.reshape(rows, -1, blocks.group)
+    value = code_values(blocks, codes).reshape(rows, -1, blocks.group)
     scale, minimum = _scales(blocks, numbers.reshape(rows, -1))
     # With two-level scales the last block of a row may have groups beyond its columns.
     value *= scale[:, : value.shape[1], None]
     if minimum is not None:
         value += minimum[:, : value.shape[1], None]
     return value.reshape(rows, -1)[:, :columns]
+
+
+def code_values(blocks: Blocks, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Returns the float32 numbers that codes stand for, before scales are applied. codes: the bytes of codes
+    whose zero point is subtracted already, uint8 of any shape."""
+    values: NDArray[np.float32]
+    if blocks.floats is not None:
+        values = _float_values(blocks.floats)[codes]
+    elif blocks.table is not None:
+        values = np.array(blocks.table, np.float32)[codes]
+    else:
+        values = codes.view(np.int8 if blocks.signed else np.uint8).astype(np.float32)
+    return values
 
 
 @cache

@@ -114,6 +114,7 @@ CPU_LAYOUTS: Mapping[str, str] = {
     "q5_k": "x16",
     "q6_k": "x16",
     "q8_k": "x16",
+    "iq4_nl": "x16",
     "iq4_xs": "x16",
     "e4m3": "row",
     "e5m2": "row",
@@ -134,7 +135,7 @@ def _cpu_layout(scheme: Scheme) -> str:
 _GPU_ROWS = (
     *("q4f32", "q4f16", "q8f32", "q8f16", "q4s", "q5s", "q8s", "q3l", "q4l", "q5l", "q6l"),
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "mxfp4"),
-    *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_xs"),
+    *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"),
     *("e4m3", "e5m2"),
 )
 GPU_LAYOUTS: Mapping[str, str] = {"f32": "plain", "f16": "plain", **dict.fromkeys(_GPU_ROWS, "row")}

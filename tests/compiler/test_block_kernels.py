@@ -29,20 +29,20 @@ from tests.schemes import normal
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
-_LEFT_OUT = ("F16", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "IQ4_NL", *CODEBOOKS)
+_LEFT_OUT = ("F16", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", *CODEBOOKS)
 """Names of GGUF types without blocks, and of those that are stored in the format of another type."""
 TYPES: dict[str, tuple[str, ...]] = {form: (name,) for name, form in FORMATS.items() if name not in _LEFT_OUT}
 TYPES |= {"q8_1": ("Q4_1", "Q8_0"), "q8_k": ("Q4_K", "Q6_K")}
 """Stored format -> the GGUF types of the rows with which it is tested."""
 ON: dict[str, tuple[str, ...]] = {
     "avx512vnni": tuple(TYPES),
-    "avx2": ("q5_1", "q4_k", "q6_k"),
-    "neon": ("q4_k", "q6_k"),
-    "portable": ("q4_k", "q6_k"),
+    "avx2": ("q5_1", "q4_k", "q6_k", "iq4_nl"),
+    "neon": ("q4_k", "q6_k", "iq4_xs"),
+    "portable": ("q4_k", "q6_k", "mxfp4"),
 }
 """Instruction set -> the formats that are tested on it. By default all are tested on one instruction set, and
-on others those whose kernels differ most from each other: with minima, and with two scales in a group of
-32."""
+on others those whose kernels differ most from each other: with minima, with two scales in a group of 32, and
+with codes that stand for integers of a table."""
 if EVERY:
     ON |= dict.fromkeys(("avx2", "neon", "portable"), ("q4_1", "q5_1", "q8_0", "q4_k", "q6_k"))
 CASES = pytest.mark.parametrize(("isa", "form"), [(isa, form) for isa, forms in ON.items() for form in forms])

@@ -39,7 +39,7 @@ FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
 FLOATS = ("e4m3", "e5m2")
 """Names of the formats whose codes are 8-bit floats. Codes here are below 120 without their sign: such
 numbers are finite in both."""
-SAMPLE = FORMS if EVERY else ["q4_k", "q6_k", "e4m3"]
+SAMPLE = FORMS if EVERY else ["q4_k", "q6_k", "iq4_xs", "e4m3"]
 RAGGED = [name for name in FORMS if name not in (*TYPES, *FLOATS)] if EVERY else ["q3l", "q5l"]
 BROWSER = (*SAMPLE[:1], *RAGGED[:1])
 """Names of the weight formats whose matrix products are also tested in Chromium. They are few, because

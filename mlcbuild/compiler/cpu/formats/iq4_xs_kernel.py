@@ -1,6 +1,6 @@
 """CPU kernels for the stored format iq4_xs, which keeps the values of GGUF's IQ4_XS: int8 activations are
-multiplied with 8-bit codes in tiles of 16 rows, with a scale for each group of 32 weights, the product of a
-float16 shared by 256 weights and an int8.
+multiplied with the integers for which 4-bit codes stand, in tiles of 16 rows, with a scale for each group of
+32 weights, the product of a float16 shared by 256 weights and an int8.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -1,5 +1,6 @@
-"""CPU kernels for the stored format mxfp4, which keeps the values of GGUF's MXFP4: int8 activations are
-multiplied with 8-bit codes in tiles of 16 rows, with a float32 scale for each group of 32 weights.
+"""CPU kernels for the stored format mxfp4, which keeps the values of MXFP4: int8 activations are
+multiplied with twice the 4-bit floats, which are integers, in tiles of 16 rows, with a float32 scale for each
+group of 32 weights.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -9,7 +9,7 @@ products. Sums over a group are exact. Stored weights are too large by `offset`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +31,29 @@ _QUADS_OF_BYTES = {
 }
 
 
+_LOOKUPS: Mapping[tuple[Dot, int], str] = {
+    ("pmaddubsw", 8): "llvm.x86.avx2.pshuf.b",
+    ("vpdpbusd", 8): "llvm.x86.avx2.pshuf.b",
+    ("pmaddubsw", 16): "llvm.x86.avx512.pshuf.b.512",
+    ("vpdpbusd", 16): "llvm.x86.avx512.pshuf.b.512",
+    ("sdot", 4): "llvm.aarch64.neon.tbl1.v16i8",
+}
+"""(Products of an instruction set, float32 lanes of its registers) -> the intrinsic that replaces each byte
+of a register, 0 to 15, by the entry with this index of a table of 16 bytes, which each 128 bits of another
+register hold."""
+
+
+def looked_up(codes: Expr, table: Sequence[int], dtype: str, lanes: int) -> Expr:
+    """Returns the entries of a table with the indices `codes`, a vector of `lanes` integers of the type
+    `dtype`, as a vector of this type. It compares with each index, for processors without an instruction that
+    looks up."""
+    entries = [splat(T.IntImm(dtype, value), lanes) for value in table]
+    chosen = entries[-1]
+    for index, entry in enumerate(entries[:-1]):
+        chosen = T.Select(codes == splat(T.IntImm(dtype, index), lanes), entry, chosen)
+    return chosen
+
+
 @dataclass(frozen=True)
 class Products:
     """The instructions by which an instruction set multiplies weights of a given number of bits with
@@ -42,6 +65,9 @@ class Products:
     """Number of bits of a weight: 3, 4, 5, 6 or 8."""
     signed: bool = True
     """True if weights may be negative; their stored codes are then too large by 2**(bits - 1)."""
+    table: tuple[int, ...] | None = None
+    """The integers, -128 to 127, for which 4-bit codes stand; products then read these integers, like 8-bit
+    weights. None: codes stand for themselves."""
 
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
@@ -51,7 +77,7 @@ class Products:
         lanes in one instruction, "widening" instead of "mul16" multiplies in int16 lanes and adds pairs of
         products to int32 lanes with several.
         """
-        if self.bits <= 4:
+        if self.bits <= 4 and self.table is None:
             return self.isa.dot
         wide: dict[Dot, Literal["pmaddwd", "widening"]] = {"pmaddubsw": "pmaddwd", "mul16": "widening"}
         return wide.get(self.isa.dot, self.isa.dot)
@@ -76,6 +102,8 @@ class Products:
         """Returns the number that must be subtracted from stored codes, as the dot-product instruction reads
         them, to get the integer weights; 0 if the codes are the weights.
         """
+        if self.table is not None:
+            return 0 if self.way == "sdot" else 128
         if not self.signed or (self.way == "sdot" and self.bits == 8):
             return 0
         return 1 << (self.bits - 1)
@@ -124,9 +152,26 @@ class Products:
                 line, place = divmod(bits * (j + QUADS // self.fields * field), 8)
                 above = moved(high[line], place + 8 * part - width, lanes)
                 value = value | (above & i32(((2**bits - 1) << width) * every, lanes))
-            return T.bind(value)
+            return T.bind(value if self.table is None else self._looked_up(T.bind(value), self.table))
 
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
+
+    def _looked_up(self, codes: Expr, table: Sequence[int]) -> Expr:
+        """Returns the integers plus `offset` for which 4-bit codes stand, in the places of the codes: the
+        bytes or, with two parts, the int16 halves of int32 lanes."""
+        lanes, entries = self.isa.lanes, [(value + self.offset) & 255 for value in table]
+        lookup = _LOOKUPS.get((self.isa.dot, lanes))
+        if lookup is None:
+            assert self.parts == 2, "only instruction sets without shuffles of bytes have none"
+            halves = T.bind(T.reinterpret(typed("int16", 2 * lanes), codes))
+            chosen = looked_up(halves, entries, "int16", 2 * lanes)
+            return T.reinterpret(typed("int32", lanes), chosen)
+        words = [int.from_bytes(bytes(entries[i : i + 4]), "little", signed=True) for i in (0, 4, 8, 12)]
+        row = shuffle([i32(word) for word in words] * (lanes // 4), range(lanes))
+        kind = typed("int8", 4 * lanes)
+        integers = intrinsic(kind, lookup, T.reinterpret(kind, row), T.reinterpret(kind, codes))
+        values = T.reinterpret(typed("int32", lanes), integers)
+        return values & i32(0x00FF00FF, lanes) if self.parts == 2 else values
 
     def paired(self, operands: Sequence[list[Expr]]) -> list[list[Expr]]:
         """Emits code that rearranges the weights of a group of 32 columns for Arm's smmla instruction.

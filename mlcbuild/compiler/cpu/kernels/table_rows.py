@@ -10,6 +10,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
 from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.dot import looked_up
 from mlcbuild.compiler.cpu.kernels.float_product import RowFormat
 from mlcbuild.compiler.cpu.kernels.tiled_matrix import TiledMatrix
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, i64, load_f32, shuffle, span, splat, typed
@@ -113,6 +114,8 @@ def copy_tiled_row(lookup: TableRow) -> None:
                     place = T.Cast("int32", j) * count + first
                     bit = (above[line] >> (shifts + splat(place, QUAD))) & i32(2**count - 1, QUAD)
                     field = field | (bit << i32(width, QUAD))
+                if matrix.blocks is not None and matrix.blocks.table is not None:
+                    field = looked_up(T.bind(field), matrix.blocks.table, "int32", QUAD)
                 values = T.Cast("float32x4", field - i32(matrix.zero, QUAD))
                 column = group * GROUP + part * lines * QUAD + j * QUAD
                 # With 8 bits the loop over quads passes both halves of a group.

@@ -131,7 +131,10 @@ class TiledMatrix:
 
     @property
     def dot(self) -> dot.Products:
-        return dot.Products(self.isa, self.bits, self.blocks is None or self.blocks.signed)
+        blocks = self.blocks
+        if blocks is None:
+            return dot.Products(self.isa, self.bits)
+        return dot.Products(self.isa, self.bits, blocks.signed, blocks.table)
 
     @property
     def tile_bytes(self) -> int:

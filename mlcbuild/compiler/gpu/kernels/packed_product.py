@@ -22,8 +22,8 @@ _ONES, _LOW_CODES, _SIGNS = T.uint32(0x01010101), T.uint32(0x0F0F0F0F), T.uint32
 def can_pack(form: StoredAs) -> bool:
     """Returns True if a GPU kernel can multiply a format's stored codes as packed bytes, because a few
     instructions turn them into the four bytes of a 32-bit word. That is so for 4-bit codes, and for 8-bit
-    codes that represent the weight 0 by 128."""
-    return form.bits == 4 or (form.bits == 8 and form.zero == 128)
+    codes that represent the weight 0 by 128, unless codes stand for integers of a table."""
+    return form.table is None and (form.bits == 4 or (form.bits == 8 and form.zero == 128))
 
 
 def packed_group_sums(

@@ -12,17 +12,8 @@ from typing import TypeAlias
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Var
 
-from mlcbuild.compiler.gpu.kernels.small_floats import float_value
-from mlcbuild.compiler.gpu.tensorir import (
-    KernelBuilder,
-    Value,
-    bind,
-    floating,
-    half,
-    lane,
-    number,
-    unsigned,
-)
+from mlcbuild.compiler.gpu.kernels.code_values import float_value, table_value
+from mlcbuild.compiler.gpu.tensorir import KernelBuilder, Value, bind, floating, half, lane, number, unsigned
 from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks, FloatCode
 from mlcbuild.quant.format import load_format
 from mlcbuild.quant.groups import GROUP, low_bits, row_words
@@ -55,6 +46,8 @@ class StoredAs:
     """True if a scale is the product of an integer of the group and a float16 that 256 weights share."""
     floats: FloatCode | None = None
     """The kind of 8-bit floats that codes are; None: they are integers."""
+    table: tuple[int, ...] | None = None
+    """The integers, -128 to 127, for which 4-bit codes stand; None: codes stand for themselves."""
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
@@ -62,7 +55,8 @@ class StoredAs:
         minima `blocks` describes."""
         levels = blocks.scale == "levels"
         half = blocks.scale == "float16"
-        return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels, blocks.floats)
+        kinds = blocks.floats, blocks.table
+        return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels, *kinds)
 
     @property
     def block_words(self) -> int:
@@ -289,11 +283,15 @@ class StoredMatrix:
             if high is not None:
                 above = _bits(high, high_shift, place, self.form.bits - low)
                 code = T.bitwise_or(code, T.shift_left(above, T.uint32(low)))
-            if self.form.floats is not None:
-                codes.append(float_value(self.form.floats, bind(code)))
-            else:
-                codes.append(floating(T.Cast("int32", code) - self.form.zero))
+            codes.append(self._value(bind(code)))
         return codes
+
+    def _value(self, code: Value) -> Value:
+        if self.form.floats is not None:
+            return float_value(self.form.floats, code)
+        if self.form.table is not None:
+            return table_value(self.form.table, code)
+        return floating(T.Cast("int32", code) - self.form.zero)
 
     def number(self, row: Value, column: Value) -> Value:
         """Returns the dequantized weight in row `row` and column `column` of the matrix, as a float32

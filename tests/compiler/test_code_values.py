@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tvm.script.ir_builder import tirx as T
 
-from mlcbuild.compiler.gpu.kernels.small_floats import float_value
+from mlcbuild.compiler.gpu.kernels.code_values import float_value
 from mlcbuild.compiler.gpu.tensorir import KernelBuilder, bind, kernel, put
 from mlcbuild.quant.blocks import E4M3, E5M2, FloatCode
 from tests import gpu_kernels
