@@ -3,6 +3,7 @@ engine."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from mlcbuild_format.errors import BundleError, SetupError
@@ -70,6 +71,31 @@ def test_every_file_has_a_strict_policy_and_the_right_type(client: TestClient, b
         assert "unsafe" not in browser_site.POLICY and response.headers["x-content-type-options"] == "nosniff"
     html = client.get("/").text
     assert "<script>" not in html and "style=" not in html and "onclick" not in html
+
+
+def test_the_end_of_the_server_ends_a_download(bundle: Path) -> None:
+    """Checks that a client which reads its file too slowly leaves no traceback in the log when the server
+    ends and cancels its download."""
+    sent, app = list[Any](), browser_site.create_app(browser_site.site_files(bundle), Access())
+    scope = {"type": "http", "method": "GET", "path": "/engine.js", "headers": [], "extensions": {}}
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if len(sent) == 2:
+            await asyncio.sleep(60)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def talk() -> None:
+        download = asyncio.create_task(cast(Any, app(scope, receive, send)))
+        while len(sent) < 2:
+            await asyncio.sleep(0.001)
+        download.cancel()
+        await download
+
+    asyncio.run(talk())
+    assert sent == ["http.response.start", "http.response.body"]
 
 
 def test_ranges_resume_a_download(client: TestClient, bundle: Path) -> None:

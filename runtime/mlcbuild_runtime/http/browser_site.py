@@ -24,9 +24,11 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.draining import BoundedServer
+from mlcbuild_runtime.http.error_responses import until_stopped
 from mlcbuild_runtime.http.sites import Sites
 from mlcbuild_runtime.openai.chat_documents import error_document
 
@@ -106,7 +108,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
+def create_app(paths: Mapping[str, Path], access: Access) -> ASGIApp:
     """Returns the web application that serves the files of a site, whole or in ranges; "/" is index.html. A
     path that is not among `paths`, or whose file is no longer a regular file, has the status 404. paths: path
     on the site -> file. access: rules for access, of which only those for hosts and origins apply."""
@@ -132,7 +134,7 @@ def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
         middleware=middleware,
     )
     app.router.redirect_slashes = False
-    return app
+    return until_stopped(app)
 
 
 def _is_regular(path: Path) -> bool:
@@ -144,7 +146,7 @@ def _is_regular(path: Path) -> bool:
         return False
 
 
-def run(app: Starlette, listener: socket.socket, ready: str) -> None:
+def run(app: ASGIApp, listener: socket.socket, ready: str) -> None:
     """Serves a web application on a bound socket until SIGINT or SIGTERM; prints the line `ready` to standard
     output once it accepts requests. The number of connections, and the size and time of what a client sends
     on each, are limited as for the server of models."""
