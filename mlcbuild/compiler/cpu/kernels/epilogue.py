@@ -12,7 +12,7 @@ from typing import Protocol
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
-from mlcbuild.compiler.cpu.kernels.vectors import i64, opaque, register, span
+from mlcbuild.compiler.cpu.kernels.vectors import opaque, shuffle, span
 
 
 class Stores(Protocol):
@@ -57,10 +57,9 @@ class Output:
             with T.Then():
                 self._put(row, column, values, lanes, first)
             if self.n % lanes:
-                with T.Else():
-                    line = register(values, lanes).buffer
-                    with T.serial(T.max(self.n - column, i64(0))) as lane:
-                        self._put(row, column + lane, line[lane], 1, first)
+                with T.Else(), T.If(column < self.n), T.Then():
+                    for lane in range(self.n % lanes):
+                        self._put(row, column + lane, shuffle([values], [lane]), 1, first)
 
     def _put(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         place = span(column, lanes)
