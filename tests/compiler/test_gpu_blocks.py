@@ -147,7 +147,7 @@ def launches_of(layer: LayerSpec, is_first: bool) -> int:
     of launches in targets/README.md. is_first: True for the first layer of a model."""
     mixer, block, count = layer.mixer, layer.feed_forward, 7
     if isinstance(mixer, LatentAttention):
-        count += 5 if mixer.query_latent else 4
+        count += 4 if mixer.query_latent else 3
     else:
         count += isinstance(mixer.qk_norm, LayerNorm) and mixer.qk_norm.bias
         count += not is_first and None not in (layer.norms.before, layer.norms.after) and mixer.qkv_bias

@@ -10,14 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlcbuild_format.limits import Limits
 from mlcbuild_format.program import FEATURES, PACKED_PRODUCTS, SHADER_F16, SUBGROUPS
 from numpy.typing import NDArray
 
+from mlcbuild.compiler.gpu.call_sizes import CallSizes
 from mlcbuild.compiler.gpu.emitter import Emitter
-from mlcbuild.compiler.gpu.kernels import expert_rows, norm_rows, product, tile_product
+from mlcbuild.compiler.gpu.kernels import expert_rows, latent_heads, norm_rows, product, tile_product
 from mlcbuild.compiler.gpu.kernels.expert_rows import ExpertsSpec
+from mlcbuild.compiler.gpu.kernels.latent_heads import LatentSpec
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
 from mlcbuild.compiler.gpu.kernels.packed_product import can_pack
+from mlcbuild.compiler.gpu.kernels.page_layout import CacheSpec
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.compiler.gpu.kernels.storage import stored_as
 from mlcbuild.compiler.gpu.reductions import Operation, reduced
@@ -30,6 +34,7 @@ from tests.runtime.test_page import Browser
 
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(600)]
 Run = Callable[..., dict[str, NDArray[Any]]]
+LIMITS = Limits(context_window=64, prefill_chunk=64, max_batch=4)
 PACKED = frozenset({PACKED_PRODUCTS, SUBGROUPS})
 CASES = [("q4l", NARROW)]
 if EVERY:
@@ -148,6 +153,50 @@ def test_norms_and_softmax_over_subgroups(run: Run) -> None:
     wide = x.astype(np.float64)
     expected = (wide - wide.mean(1, keepdims=True)) / np.sqrt(wide.var(1, keepdims=True) + 1e-5)
     assert np.abs(actual - expected).max() < 1e-5
+
+
+def test_queries_and_the_cached_row_of_latent_attention_in_one_launch(run: Run) -> None:
+    """Checks the GPU kernel that splits and rotates the queries of each head and appends a normalized latent,
+    with its rotated key, to the KV cache. Its workgroups do one or the other, with barriers for one only."""
+    heads, latent, plain, rope = 3, 70, 9, 4
+    rng = np.random.default_rng(2)
+    queries, latents = rng.standard_normal((2, heads, plain + rope)), rng.standard_normal((2, latent + rope))
+    weight, angles = rng.standard_normal(latent), rng.standard_normal((64, rope // 2))
+    places, slots, positions = CallSizes(64, LIMITS).places, [19, 2], [7, 30]
+    inputs = np.zeros(places.words, np.int32)
+    inputs[places.slots : places.slots + 2], inputs[places.positions : places.positions + 2] = (
+        slots,
+        positions,
+    )
+
+    def rotated(vectors: NDArray[Any], row: int) -> NDArray[Any]:
+        turned = (vectors[..., :2] + 1j * vectors[..., 2:]) * np.exp(1j * angles[positions[row]])
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    arrays = {
+        "queries": queries.astype(np.float32),
+        "latents": latents.astype(np.float32),
+        "weight": weight.astype(np.float32),
+        "table": np.hstack([np.cos(angles), np.sin(angles)]).astype(np.float32),
+        "inputs": inputs,
+        "plain": np.zeros((2, heads * plain), np.float32),
+        "query": np.zeros((2, heads * (latent + rope)), np.float32),
+        "pages": np.zeros((2, 16 * (latent + rope)), np.float32),
+    }
+    cache = CacheSpec(heads, 1, latent + rope, half=False, latent=latent)
+    arguments = (cache, LatentSpec(heads, latent, plain, rope, 64), NormSpec(latent, RmsNorm(1e-5), False))
+    for features in (frozenset({SUBGROUPS}), frozenset[str]()):
+        sizes = {"n": 2, "pages_count": 2}
+        actual = run(latent_heads.prepare_latents, (*arguments, places), sizes, arrays, features)
+        assert np.array_equal(actual["plain"], arrays["queries"][..., :plain].ravel())
+        query = actual["query"].reshape(2, heads, latent + rope)
+        pages = actual["pages"].reshape(-1, latent + rope)
+        for row in range(2):
+            assert np.abs(query[row, :, latent:] - rotated(queries[row, :, plain:], row)).max() < 1e-6
+            normed = latents[row, :latent] / np.sqrt((latents[row, :latent] ** 2).mean() + 1e-5) * weight
+            appended = np.concatenate([normed, rotated(latents[row, latent:], row)])
+            assert np.abs(pages[slots[row]] - appended).max() < 4e-6
+        assert np.count_nonzero(pages.any(axis=1)) == 2
 
 
 def test_tiles_of_float16_keep_eleven_bits() -> None:

@@ -147,19 +147,16 @@ def _latent_attention(
     spec, cache = LatentSpec(*sizes), attention_spec(build, index, layer).cache
     launches = build.normed(f"{base}_norm", layer, rows) + _queries(build, base, layer, rows)
     launches += build.normed_product(f"{base}.kv_a.weight", f"{base}_norm", layer, rows, "latents")
-    table = {"inputs": "inputs", "table": f"rope.{mixer.rope}"}
-    split: Buffers = {"queries": "queries", "plain": "plain", "query": "query", **table}
-    launches.append(build.launch(latent_heads.split_queries, (spec, places), {"n": "n"}, split))
     norm = build.norm(f"{base}.kv_a_norm", RmsNorm(mixer.eps), mixer.latent)
-    cache_buffers: Buffers = {
-        "latents": "latents",
+    buffers: Buffers = {
+        **{name: name for name in ("queries", "plain", "query", "latents", "inputs")},
+        "table": f"rope.{mixer.rope}",
         "pages": f"pages.{index}",
-        **table,
         **build.norm_buffers(f"{base}.kv_a_norm", norm),
     }
     arguments = (cache, spec, norm, places)
-    appended: dict[str, Expression] = {"n": "n", "pages_count": "pages"}
-    launches.append(build.launch(latent_heads.append_latent, arguments, appended, cache_buffers))
+    scalars: dict[str, Expression] = {"n": "n", "pages_count": "pages"}
+    launches.append(build.launch(latent_heads.prepare_latents, arguments, scalars, buffers))
     launches.append(_head_product(build, f"{base}.k_b.weight", rows, ("plain", "query"), mixer.cached))
     launches += _attend(build, index, layer, rows)
     launches.append(_head_product(build, f"{base}.v_b.weight", rows, ("attended", "values"), 0))

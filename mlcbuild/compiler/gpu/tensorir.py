@@ -179,6 +179,16 @@ def when(condition: Value) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_workgroups(condition: Value) -> Iterator[None]:
+    """Restricts the code that is emitted inside a `with` block to the workgroups for which `condition` holds,
+    as a context manager. All threads of a workgroup must agree on the condition, so it may depend on the
+    workgroup's indices but not on the thread's. Unlike the body of `when` the code may use shared memory and
+    barriers: it is emitted as a loop that runs once or never, since TVM allows no barriers in conditions."""
+    with T.serial(T.Cast("int32", condition)):
+        yield
+
+
 def lane(vector: Value, index: int) -> Value:
     return Shuffle([vector], [index])
 

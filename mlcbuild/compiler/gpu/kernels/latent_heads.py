@@ -1,5 +1,5 @@
-"""Emits GPU kernels of latent attention (MLA): the cached row of a token, the two parts of queries, and the
-product of each head's vector with that head's matrix.
+"""Emits GPU kernels of latent attention (MLA): the two parts of queries with the cached row of a token, and
+the product of each head's vector with that head's matrix.
 
 Vectors of heads are numbered token by token: that of head h in row r has the index r * heads + h.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tvm.script.ir_builder import tirx as T
 
@@ -29,9 +30,11 @@ from mlcbuild.compiler.gpu.tensorir import (
     Value,
     barrier,
     bind,
+    in_workgroups,
     kernel,
     put,
     strided,
+    when,
 )
 
 
@@ -68,63 +71,71 @@ class LatentSpec:
         return read(index) * cosine + signed * sine
 
 
-def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that splits the query of each head in `queries` [n, heads * (head_dim + rope_dim)]:
-    it copies the first head_dim values, which are not rotated, to `plain` [n * heads, head_dim], and rotates
-    the others and writes them to the last rope_dim columns of each head in `query` [n, heads * (latent +
-    rope_dim)]. The first `latent` columns of each head there stay unchanged.
-    """
-    with kernel(name) as k:
-        n = k.size("n")
-        queries, block = k.buffer("queries", (n, spec.heads * spec.query_dim)), inputs.declare(k)
-        table = k.buffer("table", (spec.rows, spec.rope_dim))
-        unrotated = k.buffer("plain", (n, spec.heads * spec.head_dim))
-        query = k.buffer("query", (n, spec.heads * spec.cached))
-        with k.launch(WORKGROUP, spec.heads, "n") as (head, row, tx):
-            position, first = bind(block[inputs.positions + row]), bind(head * spec.query_dim)
-
-            def copy(index: Value) -> None:
-                put(unrotated, queries[row, first + index], row, head * spec.head_dim + index)
-
-            def rotate(index: Value) -> None:
-                start = first + spec.head_dim
-                value = spec.rotated(table, position, lambda at: bind(queries[row, start + at]), index)
-                put(query, value, row, head * spec.cached + spec.latent + index)
-
-            strided(spec.head_dim, tx, WORKGROUP, copy)
-            strided(spec.rope_dim, tx, WORKGROUP, rotate)
-    return k
-
-
-def append_latent(
+def prepare_latents(
     name: str, cache: CacheSpec, spec: LatentSpec, norm: NormSpec, inputs: InputPlaces
 ) -> KernelBuilder:
-    """Returns the kernel that normalizes the latent of each row of `latents` float32 [n, latent + rope_dim],
-    rotates the key that follows it and that all heads share, and writes both to the KV cache.
+    """Returns the kernel between the first products of latent attention and those of each head. One workgroup
+    for each head and row splits the query, a part of `queries` float32 [n, heads * (head_dim + rope_dim)]: it
+    copies the first head_dim values, which are not rotated, to `plain` [n * heads, head_dim], and rotates the
+    others and writes them to the last rope_dim columns of the head in `query` [n, heads * (latent +
+    rope_dim)], whose first `latent` columns stay unchanged. One more workgroup for each row normalizes the
+    latent in `latents` float32 [n, latent + rope_dim], rotates the key that follows it and that all heads
+    share, and writes both to the KV cache.
     """
     with kernel(name) as k:
         n = k.size("n")
-        latents, block = k.buffer("latents", (n, spec.cached)), inputs.declare(k)
-        table, pages = k.buffer("table", (spec.rows, spec.rope_dim)), cache.declare(k)
+        buffers = (
+            k.buffer("queries", (n, spec.heads * spec.query_dim)),
+            k.buffer("plain", (n, spec.heads * spec.head_dim)),
+            k.buffer("query", (n, spec.heads * spec.cached)),
+        )
+        table, block = k.buffer("table", (spec.rows, spec.rope_dim)), inputs.declare(k)
+        latents, pages = k.buffer("latents", (n, spec.cached)), cache.declare(k)
         vectors = NormVectors.declare(k, norm)
-        with k.launch(WORKGROUP, "n") as (row, _, tx):
-            position, slot = bind(block[inputs.positions + row]), bind(block[inputs.slots + row])
-            result = k.shared(spec.cached)
-            _, root = row_statistics(k, norm, tx, lambda at: latents[row, at])
+        with k.launch(WORKGROUP, spec.heads + 1, "n") as (head, row, tx):
+            rotated = partial(spec.rotated, table, bind(block[inputs.positions + row]))
+            with when(head < spec.heads):
+                _split_query(spec, buffers, (head, row, tx), rotated)
+            with in_workgroups(head == spec.heads):
+                result = k.shared(spec.cached)
+                _, root = row_statistics(k, norm, tx, lambda at: latents[row, at])
 
-            def normalize(index: Value) -> None:
-                put(result, vectors.scaled(latents[row, index] * root, index), index)
+                def normalize(index: Value) -> None:
+                    put(result, vectors.scaled(latents[row, index] * root, index), index)
 
-            def rotate(index: Value) -> None:
-                start = spec.latent
-                value = spec.rotated(table, position, lambda at: bind(latents[row, start + at]), index)
-                put(result, value, start + index)
+                def rotate(index: Value) -> None:
+                    value = rotated(lambda at: bind(latents[row, spec.latent + at]), index)
+                    put(result, value, spec.latent + index)
 
-            strided(spec.latent, tx, WORKGROUP, normalize)
-            strided(spec.rope_dim, tx, WORKGROUP, rotate)
-            barrier()
-            cache.append(pages, result, (0, 0, slot), tx)
+                strided(spec.latent, tx, WORKGROUP, normalize)
+                strided(spec.rope_dim, tx, WORKGROUP, rotate)
+                barrier()
+                cache.append(pages, result, (0, 0, bind(block[inputs.slots + row])), tx)
     return k
+
+
+def _split_query(
+    spec: LatentSpec,
+    buffers: tuple[Value, Value, Value],
+    at: tuple[Value, Value, Value],
+    rotated: Callable[[Callable[[Value], Value], Value], Value],
+) -> None:
+    """Emits code that splits one head's query into its two parts, and rotates the second. buffers: (queries,
+    the parts that are not rotated, the parts that are); at: (head, row, index of the thread); rotated:
+    function of (function that reads an element before rotation, index of an element) that returns this
+    element after the rotation."""
+    (queries, plain, query), (head, row, tx) = buffers, at
+
+    def copy(index: Value) -> None:
+        put(plain, queries[row, head * spec.query_dim + index], row, head * spec.head_dim + index)
+
+    def rotate(index: Value) -> None:
+        start = bind(head * spec.query_dim + spec.head_dim)
+        value = rotated(lambda place: bind(queries[row, start + place]), index)
+        put(query, value, row, head * spec.cached + spec.latent + index)
+
+    strided(spec.head_dim, tx, WORKGROUP, copy)
+    strided(spec.rope_dim, tx, WORKGROUP, rotate)
 
 
 def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
