@@ -75,7 +75,7 @@ def test_a_type_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> N
 
 
 def test_stacks_larger_than_a_binding_are_bound_in_parts() -> None:
-    config = experts_golden.golden("mixtral").config
+    config = experts_golden.golden("granitemoeshared").config
     emitter = Emitter(dialect=OPENCL)  # without variants for the features of WebGPU devices
     builder = LaunchBuilder(
         config, SCHEMES["q0f32"], Limits(**LIMITS), emitter=emitter, binding_bytes=1 << 13
@@ -90,6 +90,8 @@ def test_stacks_larger_than_a_binding_are_bound_in_parts() -> None:
             assert all(use.offset % 256 == 0 for _, use in parts)
             bound = [builder.emitter.shaders[launch.kernel].bindings for launch, _ in parts]
             assert max(len(bindings) for bindings in bound) <= 8
+        shared = [use.name for launch in launches for use in launch.uses if ".shared." in use.name]
+        assert sorted(shared) == [f"layers.0.mlp.shared.{name}.weight" for name in ("down", "gate_up")]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,7 @@ def test_stacks_larger_than_a_binding_are_bound_in_parts() -> None:
         *([("gemma2", "q4f16_1", 7)] if EVERY else []),
         ("gemma2", "q0f32", 7),
         ("mixtral", "q8f32_1", 9),
+        ("granitemoeshared", "q4f16_1", 9),
     ],
 )
 def test_a_token_reads_each_weight_once_in_few_launches(name: str, scheme: str, count: int) -> None:
@@ -146,13 +149,15 @@ def launches_of(layer: LayerSpec, is_first: bool) -> int:
     """Returns the number of GPU kernel launches that one layer needs for one token, computed from the table
     of launches in targets/README.md. is_first: True for the first layer of a model."""
     mixer, block, count = layer.mixer, layer.feed_forward, 7
+    adds_normed = layer.norms.after is not None
     if isinstance(mixer, LatentAttention):
-        count += 4 if mixer.query_latent else 3
+        count += 3 if mixer.query_latent else 2
+        count += mixer.bias or (adds_normed and not is_first)
     else:
         count += isinstance(mixer.qk_norm, LayerNorm) and mixer.qk_norm.bias
-        count += not is_first and None not in (layer.norms.before, layer.norms.after) and mixer.qkv_bias
+        count += not is_first and adds_normed and layer.norms.before is not None and mixer.qkv_bias
     if isinstance(block, Experts):
-        count += 2 + 2 * (block.shared_size > 0) + block.shared_gate
+        count += 2 + 2 * block.shared_gate + (adds_normed and block.shared_size > 0)
     return count
 
 

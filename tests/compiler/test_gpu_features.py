@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from mlcbuild.compiler.gpu.call_sizes import CallSizes
 from mlcbuild.compiler.gpu.emitter import Emitter
-from mlcbuild.compiler.gpu.kernels import expert_rows, latent_heads, norm_rows, product, tile_product
+from mlcbuild.compiler.gpu.kernels import (
+    expert_rows,
+    latent_heads,
+    norm_rows,
+    product,
+    product_pair,
+    tile_product,
+)
 from mlcbuild.compiler.gpu.kernels.expert_rows import ExpertsSpec
 from mlcbuild.compiler.gpu.kernels.latent_heads import LatentSpec
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
@@ -88,13 +95,61 @@ def test_packed_products_of_chosen_experts(run: Run) -> None:
     tensors, values = matrix("q4l")
     experts = ExpertsSpec(5, 5, 2)
     spec = ProductSpec(10, COLUMNS, stored_as("q4l"), rounds_inputs=True)
-    routes, x = np.array([4, 1, 0, 4], np.int32), activations(2)
+    routes, x = np.array([[4, 0], [1, 0], [0, 0], [4, 0]], np.int32), activations(2)
     buffers = {**tensors, "x": x, "y": np.zeros((4, 10), np.float32), "routes": routes}
     scalars = {"n": 2, "choices": 4, "first": 0}
     actual = run(expert_rows.expert_gemv, (spec, experts), scalars, buffers, PACKED)["y"].reshape(4, 10)
-    for choice, expert in enumerate(routes):
+    for choice, (expert, _) in enumerate(routes):
         expected = rounded(x)[choice // 2] @ values[10 * expert : 10 * expert + 10].T
         assert np.median(np.abs(actual[choice] - expected)) < 1e-4
+
+
+def test_two_products_of_the_same_rows_in_one_launch(run: Run) -> None:
+    """Checks the GPU kernel of two products whose matrices have different formats, one with a gate. Its
+    workgroups compute one or the other, and a row has the same bits however many rows they multiply."""
+    tensors, values = matrix("q4s")
+    norm, form = NormSpec(COLUMNS, RmsNorm(1e-5, 1.0), half=False), stored_as("q4s")
+    first = ProductSpec(7, COLUMNS, stored_as("f32"), norm=norm, half_bias=False)
+    second = ProductSpec(ROWS // 2, COLUMNS, form, norm=norm, gate="relu")
+    x, weight, w, bias = activations(5), 0.1 * activations(2)[0], activations(7), activations(7)[0, :7]
+    arrays = {"x": x, "weight": weight, "w": w, "bias": bias, "y": np.zeros((5, 7), np.float32)}
+    arrays |= {f"{name}2": tensor for name, tensor in tensors.items()}
+    arrays["y2"] = np.zeros((5, ROWS // 2), np.float32)
+    normed = rms(x, weight)
+    products = normed @ values.T
+    gated = np.maximum(products[:, : ROWS // 2], 0) * products[:, ROWS // 2 :]
+    limit = LIMIT * (np.abs(normed) @ np.abs(values.T)).max()
+    results = []
+    for rows, features in ((4, {SUBGROUPS}), (1, {SUBGROUPS}), (1, set[str]())):
+        arguments = (first, second, rows)
+        actual = run(product_pair.gemv_pair, arguments, {"n": 5}, arrays, frozenset(features))
+        assert np.abs(actual["y"].reshape(5, 7) - (normed @ w.T + bias)).max() < 5 * limit
+        assert np.abs(actual["y2"].reshape(5, -1) - gated).max() < limit * 2 * np.abs(products).max()
+        results.append(actual)
+    assert all(np.array_equal(results[0][name], results[1][name]) for name in ("y", "y2"))
+
+
+def test_the_sum_of_experts_includes_a_shared_product(run: Run) -> None:
+    """Checks the GPU kernel that adds up the outputs of a row's experts and of a feed-forward that all rows
+    share. Its launch binds experts 1 to 3 of five, so it leaves out the others."""
+    tensors, values = matrix("q4s")
+    spec = ProductSpec(10, COLUMNS, stored_as("q4s"), residual=True, scale=0.5)
+    shared, weights = ProductSpec(10, 72, stored_as("f32")), np.array([0.5, 1.5, -1, 2], np.float32)
+    chosen, x, gated, w2 = [3, 1, 0, 2], activations(4), activations(2)[:, :72], activations(10)[:, :72]
+    y = activations(2)[:, -10:]
+    first = {name: np.ascontiguousarray(tensor[len(tensor) // 5 :]) for name, tensor in tensors.items()}
+    part = {name: tensor[: len(tensor) * 3 // 4] for name, tensor in first.items()}
+    routes = np.stack([np.array(chosen, np.int32), weights.view(np.int32)], axis=1)
+    arrays = {**part, "x": x, "y": y, "routes": routes, "gated": gated, "w2": w2}
+    expected = gated.astype(np.float64) @ w2.T
+    for choice, expert in enumerate(chosen):
+        if 1 <= expert < 4:
+            expected[choice // 2] += weights[choice] * (x[choice] @ values[10 * expert : 10 * expert + 10].T)
+    scalars = {"n": 2, "choices": 4, "first": 1}
+    arguments = (spec, ExpertsSpec(5, 3, 2), shared)
+    for features in (frozenset({SUBGROUPS}), frozenset[str]()):
+        actual = run(expert_rows.expert_sum, arguments, scalars, arrays, features)["y"].reshape(2, 10)
+        assert np.abs(actual - (y + 0.5 * expected)).max() < 1e-4
 
 
 def reducing(name: str, count: int, how: Operation) -> KernelBuilder:

@@ -167,12 +167,14 @@ def test_products_with_the_matrices_of_experts(form: str, run: Run) -> None:
     many rows. Five experts have matrices of ten rows each, and each of two input rows selects two experts."""
     tensors, values = matrix(form)
     experts, spec = ExpertsSpec(5, 5, 2), ProductSpec(10, COLUMNS, stored_as(form))
-    routes, x = np.array([4, 1, 0, 4], np.int32), activations(2)
+    chosen, x = [4, 1, 0, 4], activations(2)
+    weights = np.array([0.5, 1.5, -1, 2], np.float32)
+    routes = np.stack([np.array(chosen, np.int32), weights.view(np.int32)], axis=1)
     y = np.zeros((4, 10), np.float32)
     buffers = {**tensors, "x": x, "y": y, "routes": routes}
     scalars = {"n": 2, "choices": 4, "first": 0}
     actual = run(expert_rows.expert_gemv, (spec, experts), scalars, buffers)["y"].reshape(4, 10)
-    for choice, expert in enumerate(routes):
+    for choice, expert in enumerate(chosen):
         chosen_rows = values[10 * expert : 10 * expert + 10]
         check(actual[choice], x[choice // 2 : choice // 2 + 1], chosen_rows)
     # Tiles: (expert, first place in the order, number of choices).

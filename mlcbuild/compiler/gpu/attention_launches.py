@@ -22,7 +22,7 @@ from mlcbuild.compiler.gpu.kernels.heads import HeadsSpec
 from mlcbuild.compiler.gpu.kernels.latent_heads import LatentSpec
 from mlcbuild.compiler.gpu.kernels.page_layout import CacheSpec
 from mlcbuild.compiler.gpu.kernels.paged_attention import NO_WINDOW, AttentionSpec
-from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder
+from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder, NormedProduct
 from mlcbuild.models import Attention, LatentAttention, LayerSpec, RmsNorm
 
 _SPLIT_TOKENS = 512
@@ -145,8 +145,14 @@ def _latent_attention(
     assert isinstance(mixer, LatentAttention)
     sizes = (mixer.heads, mixer.latent, mixer.head_dim, mixer.rope_dim, build.limits.context_window)
     spec, cache = LatentSpec(*sizes), attention_spec(build, index, layer).cache
-    launches = build.normed(f"{base}_norm", layer, rows) + _queries(build, base, layer, rows)
-    launches += build.normed_product(f"{base}.kv_a.weight", f"{base}_norm", layer, rows, "latents")
+    queries = NormedProduct(f"{base}.q.weight", "queries")
+    if mixer.query_latent:
+        queries = NormedProduct(f"{base}.q_a.weight", "query_latent")
+    products = queries, NormedProduct(f"{base}.kv_a.weight", "latents")
+    launches = build.normed(f"{base}_norm", layer, rows)
+    launches += build.normed_pair(products, f"{base}_norm", layer, rows)
+    if mixer.query_latent:
+        launches += _expanded_queries(build, base, mixer, rows)
     norm = build.norm(f"{base}.kv_a_norm", RmsNorm(mixer.eps), mixer.latent)
     buffers: Buffers = {
         **{name: name for name in ("queries", "plain", "query", "latents", "inputs")},
@@ -164,28 +170,23 @@ def _latent_attention(
     return launches, adding
 
 
-def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
+def _expanded_queries(
+    build: LaunchBuilder, base: str, mixer: LatentAttention, rows: int | None
+) -> list[Launch]:
     """Returns the kernel launches that compute the queries of latent attention, before rotation, in the
-    buffer `queries`. base: prefix of the names of the attention's parameters; rows: rows of x per workgroup
-    in decoding; None for prompts.
+    buffer `queries`, from their latents in the buffer `query_latent`. base: prefix of the names of the
+    attention's parameters; rows: rows of x per workgroup in decoding; None for prompts.
     """
-    mixer, norm_name = layer.mixer, f"{base}_norm"
-    assert isinstance(mixer, LatentAttention)
-    if not mixer.query_latent:
-        return build.normed_product(f"{base}.q.weight", norm_name, layer, rows, "queries")
-    first = build.normed_product(f"{base}.q_a.weight", norm_name, layer, rows, "query_latent")
-    name = f"{base}.q_a_norm"
+    weight, name = f"{base}.q_b.weight", f"{base}.q_a_norm"
     norm = build.norm(name, RmsNorm(mixer.eps), mixer.query_latent)
     if rows is not None:
-        spec = build.product(f"{base}.q_b.weight", norm=norm)
+        spec = build.product(weight, norm=norm)
         buffers: Buffers = {"x": "query_latent", "y": "queries", **build.norm_buffers(name, norm)}
-        return [*first, build.multiply(f"{base}.q_b.weight", spec, rows, buffers)]
+        return [build.multiply(weight, spec, rows, buffers)]
     normed: Buffers = {"x": "query_latent", "y": "query_normed", **build.norm_buffers(name, norm)}
-    spec = build.product(f"{base}.q_b.weight")
     return [
-        *first,
         build.launch(norm_rows.norm, (norm,), {"n": "n"}, normed),
-        build.multiply(f"{base}.q_b.weight", spec, rows, {"x": "query_normed", "y": "queries"}),
+        build.multiply(weight, build.product(weight), rows, {"x": "query_normed", "y": "queries"}),
     ]
 
 

@@ -1,18 +1,20 @@
 """Translates a mixture-of-experts layer into kernel launches for a GPU.
 
 In decoding these are the router's product, the choice, one product for the gates of all choices, and one for
-their weighted sum. Prompts order their choices by expert first, multiply tiles of rows of one expert, and add
-up the choices of each row. Launches are repeated where a device cannot bind the matrices of all experts at
-once.
+their weighted sum. Of the two products of a feed-forward that all tokens share, the first is computed by the
+router's launch and the second by that of the sum; with a gate of its own it takes two launches more. Prompts
+order their choices by expert first, multiply tiles of rows of one expert, and add up the choices of each row.
+Launches are repeated where a device cannot bind the matrices of all experts at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mlcbuild_format.program import BoundBuffer, Expression, Launch
+from mlcbuild_format.program import GUARANTEED, BoundBuffer, Expression, Launch
 
 from mlcbuild.compiler.gpu.emitter import Make
 from mlcbuild.compiler.gpu.kernels import expert_choice, expert_rows, norm_rows
@@ -20,7 +22,7 @@ from mlcbuild.compiler.gpu.kernels.activations import Gate
 from mlcbuild.compiler.gpu.kernels.expert_rows import ExpertsSpec
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.compiler.gpu.kernels.tile_product import TILE
-from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder, bias_of
+from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder, NormedProduct, bias_of
 from mlcbuild.models import Experts, LayerSpec
 
 _ALIGNMENT = 256
@@ -33,8 +35,7 @@ def expert_columns(block: Experts, hidden: int) -> dict[str, int]:
     """
     columns = {
         "router": block.count,
-        "routes": block.chosen,
-        "shares": block.chosen,
+        "routes": 2 * block.chosen,
         "order": block.chosen,
         "expert_pair": 2 * block.size * block.chosen,
         "expert_gated": block.size * block.chosen,
@@ -65,15 +66,55 @@ def expert_launches(
     """
     block = layer.feed_forward
     assert isinstance(block, Experts)
-    router = build.normed_product(f"{base}.router.weight", norm_name, layer, rows, "router")
-    choices: dict[str, str | BoundBuffer] = {"logits": "router", "routes": "routes", "shares": "shares"}
+    before = _inputs(build, base, norm_name, layer, rows)
+    choices: dict[str, str | BoundBuffer] = {"logits": "router", "routes": "routes"}
     if block.router.correction:
         choices["correction"] = f"{base}.router.correction"
-    before = [*router, build.launch(expert_choice.route, (block,), {"n": "n"}, choices)]
+    before.append(build.launch(expert_choice.route, (block,), {"n": "n"}, choices))
     mixture = _Mixture(build, base, norm_name, layer, rows)
     routed, adding = mixture.prompt() if rows is None else mixture.decode()
-    shared, added = mixture.shared()
-    return [*before, *routed, *shared], [*adding, *added, *mixture.after()]
+    return [*before, *routed], [*adding, *mixture.after()]
+
+
+def _inputs(
+    build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
+) -> list[Launch]:
+    """Returns the kernel launches of all products of a mixture-of-experts layer with its input, except those
+    of the chosen experts: the router's logits and, for a feed-forward that all tokens share, its hidden units
+    in the buffer `gated` and its gate in `row_gate`. base, norm_name, layer, rows: those of expert_launches.
+    """
+    block = layer.feed_forward
+    assert isinstance(block, Experts)
+    router = f"{base}.router.weight"
+    if not block.shared_size:
+        return build.normed_product(router, norm_name, layer, rows, "router")
+    hidden: dict[str, Any] = {"outputs": block.shared_size, "gate": block.activation}
+    out, options = ("pair", {}) if rows is None else ("gated", hidden)
+    products = NormedProduct(router, "router"), NormedProduct(f"{base}.shared.gate_up.weight", out, options)
+    launches = build.normed_pair(products, norm_name, layer, rows)
+    if rows is None:
+        buffers, arguments = {"pair": "pair", "y": "gated"}, (block.shared_size, block.activation)
+        launches.append(build.launch(norm_rows.gated, arguments, {"n": "n"}, buffers))
+    if block.shared_gate:
+        name = f"{base}.shared_gate.weight"
+        launches += build.normed_product(name, norm_name, layer, rows, "row_gate")
+    return launches
+
+
+@dataclass(frozen=True)
+class _StackProduct:
+    """A kernel that multiplies rows with the matrices of their experts, which are stored as one stack, and
+    what its launches have in common if the stack is bound in parts."""
+
+    make: Make
+    stack: str
+    """Name of the stack of matrices, one for each expert: "gate_up" or "down"."""
+    fields: Mapping[str, Any]
+    """Fields of the ProductSpec by name, beside those that follow from the matrices."""
+    buffers: Buffers
+    """Name of a buffer in the kernel -> buffer of the program, without the matrices and their biases."""
+    more: tuple[object, ...] = ()
+    """Further arguments of `make`, after the descriptions of the product and of the experts."""
 
 
 class _Mixture:
@@ -95,23 +136,28 @@ class _Mixture:
     def decode(self) -> tuple[list[Launch], list[Launch]]:
         """Returns two lists of kernel launches for the experts of decoding: those that compute the gated
         values of the chosen experts, and those that multiply these with the experts' output matrices and add
-        up the weighted results. They add the sum, times the layer's scale, to the residual stream; if a norm
-        follows the experts, they store it without that factor in the buffer `delta` instead."""
-        block, layer, norm_name = self._block, self._layer, self._norm_name
-        source, norm, norm_buffers = self._build.normed_source(norm_name, layer, self._rows)
-        fused = {"outputs": block.size, "gate": self._gate, "norm": norm}
+        up the weighted results and that of the shared feed-forward. They add the sum, times the layer's
+        scale, to the residual stream; if a norm follows the experts, they store it without that factor in the
+        buffer `delta` instead."""
+        source, norm, norm_buffers = self._build.normed_source(self._norm_name, self._layer, self._rows)
+        fused: dict[str, Any] = {"outputs": self._block.size, "gate": self._gate, "norm": norm}
+        bound: Buffers = {"x": source, "y": "expert_gated", "routes": "routes", **norm_buffers}
         sizes: dict[str, Expression] = {"n": "n", "choices": self._choices}
-        bound = {"x": source, "y": "expert_gated", "routes": "routes", **norm_buffers}
-        first = self._products(expert_rows.expert_gemv, ("gate_up", fused, ()), sizes, bound)
-        bound = {"x": "expert_gated", "y": self._to, "routes": "routes", "shares": "shares"}
-        # The sum of several parts of a stack needs an initial value.
-        sums = {"residual": True, "scale": self._scale}
-        second = self._products(expert_rows.expert_sum, ("down", sums, ()), sizes, bound)
+        before = self._launches(_StackProduct(expert_rows.expert_gemv, "gate_up", fused, bound), sizes)
+        bound = {"x": "expert_gated", "y": self._to, "routes": "routes"}
+        fused = {"residual": True, "scale": self._scale}
+        rest = first = _StackProduct(expert_rows.expert_sum, "down", fused, bound)
         if self._to == "delta":
-            second[0] = self._products(
-                expert_rows.expert_sum, ("down", {"scale": self._scale}, ()), sizes, bound
-            )[0]
-        return first, second
+            # The sum of several parts of a stack needs an initial value.
+            first = replace(first, fields={"scale": self._scale})
+        shared = self._shared_in_sum()
+        if shared is not None:
+            matrix = self._build.matrix(f"{self._base}.shared.down.weight", suffix="2")
+            first = replace(first, more=(shared,), buffers={**bound, "gated": "gated", **matrix})
+        parts = self._parts("down")
+        sums = [self._launch(first, sizes, parts[0])]
+        sums += [self._launch(rest, sizes, part) for part in parts[1:]]
+        return before, sums if shared is not None else [*sums, *self._shared()]
 
     def prompt(self) -> tuple[list[Launch], list[Launch]]:
         """Returns two lists of kernel launches for the experts of prompt tokens: those that compute the
@@ -128,52 +174,44 @@ class _Mixture:
             expert_choice.sort_choices, (block,), sorted_sizes, {"routes": "routes", **ordered}
         )
         source, _, _ = self._build.normed_source(self._norm_name, self._layer, None)
-        gemm, bound = expert_rows.expert_gemm, {"x": source, "y": "expert_pair", **ordered}
-        first = self._products(gemm, ("gate_up", {}, (block.chosen,)), {"n": "n", **sorted_sizes}, bound)
+        gemm: Make = expert_rows.expert_gemm
+        bound = {"x": source, "y": "expert_pair", **ordered}
+        product = _StackProduct(gemm, "gate_up", {}, bound, (block.chosen,))
+        first = self._launches(product, {"n": "n", **sorted_sizes})
         pair = {"pair": "expert_pair", "y": "expert_gated"}
         gated = self._build.launch(norm_rows.gated, (block.size, self._gate), {"n": self._choices}, pair)
         bound = {"x": "expert_gated", "y": "expert_out", **ordered}
-        sizes = {"n": self._choices, **sorted_sizes}
-        second = self._products(gemm, ("down", {}, (1,)), sizes, bound)
+        product = _StackProduct(gemm, "down", {}, bound, (1,))
+        second = self._launches(product, {"n": self._choices, **sorted_sizes})
         arguments = (block, hidden, self._scale, self._to == "x")
-        bound = {"parts": "expert_out", "shares": "shares", "y": self._to}
+        bound = {"parts": "expert_out", "routes": "routes", "y": self._to}
         add = self._build.launch(expert_choice.add_choices, arguments, {"n": "n"}, bound)
-        return [sort, *first, gated, *second], [add]
+        return [sort, *first, gated, *second], [add, *self._shared()]
 
-    def _products(
-        self,
-        make: Make,
-        product: tuple[str, Mapping[str, Any], tuple[object, ...]],
-        sizes: Mapping[str, Expression],
-        buffers: Buffers,
-    ) -> list[Launch]:
-        """Returns the kernel launches that multiply rows with the matrices of their experts, which are stored
-        as one stack. If the stack is larger than a buffer that a device can bind, it is divided, with one
-        launch for each part.
+    def _launches(self, product: _StackProduct, sizes: Mapping[str, Expression]) -> list[Launch]:
+        """Returns the kernel launches of a product with the matrices of experts: one, or one for each part of
+        a stack that is larger than a buffer that a device can bind. sizes: name of a scalar in the kernel ->
+        value."""
+        return [self._launch(product, sizes, part) for part in self._parts(product.stack)]
 
-        make: function that builds the kernel; product: (name of the stack, such as gate_up; fields of its
-        ProductSpec by name; further arguments of `make`); sizes: name of a scalar in the kernel -> value;
-        buffers: name of a buffer in the kernel -> buffer of the program. The launches differ only in the part
-        of the stack that they bind, and in the number of its first expert.
+    def _launch(
+        self, product: _StackProduct, sizes: Mapping[str, Expression], part: tuple[int, int]
+    ) -> Launch:
+        """Returns the launch that multiplies rows with the matrices of some experts. sizes: name of a scalar
+        in the kernel -> value; part: (number of the first expert, number of experts)."""
+        (first, count), name = part, f"{self._base}.experts.{product.stack}.weight"
+        spec = self._build.product(name, **product.fields)
+        matrix = self._build.matrix(name, first * self._build.params[name].shape[1])
+        bias = {} if spec.half_bias is None else {"bias": bias_of(name)}
+        arguments = (spec, ExpertsSpec(self._block.count, count, self._block.chosen), *product.more)
+        bound = {**product.buffers, **bias, **matrix}
+        return self._build.launch(product.make, arguments, {**sizes, "first": first}, bound)
+
+    def _parts(self, stack: str) -> list[tuple[int, int]]:
+        """Returns (first expert, number of experts) of each part of the experts' matrices `stack`, gate_up or
+        down, that is bound in one launch: one part if a device can bind the whole stack.
         """
-        part, fields, more = product
-        name, launches = f"{self._base}.experts.{part}.weight", []
-        spec: ProductSpec = self._build.product(name, **fields)
-        each = self._build.params[name].shape[1]
-        if spec.half_bias is not None:
-            buffers = {**buffers, "bias": bias_of(name)}
-        for first, count in self._parts(name):
-            experts = ExpertsSpec(self._block.count, count, self._block.chosen)
-            bound = {**buffers, **self._build.matrix(name, first * each)}
-            launches.append(
-                self._build.launch(make, (spec, experts, *more), {**sizes, "first": first}, bound)
-            )
-        return launches
-
-    def _parts(self, name: str) -> list[tuple[int, int]]:
-        """Returns (first expert, number of experts) of each part of the parameter `name`, a stack of
-        matrices, that is bound in one launch: one part if a device can bind the whole stack.
-        """
+        name = f"{self._base}.experts.{stack}.weight"
         each, count = self._build.params[name].shape[1], self._block.count
         sizes = [each * row for row in self._build.row_bytes(name)]
         if count * max(sizes) <= self._build.binding_bytes:
@@ -182,34 +220,31 @@ class _Mixture:
         most = max(step, self._build.binding_bytes // max(sizes) // step * step)
         return [(first, min(most, count - first)) for first in range(0, count, most)]
 
-    def shared(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns two lists of kernel launches of the shared feed-forward, which every token uses: those that
-        compute its gated values, and those that multiply them with its output matrix. The second ones add the
-        result, times the layer's scale, to the residual stream or, if a norm follows the experts, without
-        that factor to the buffer `delta`. Both lists are empty if the layer has no shared feed-forward."""
-        build, block, base, rows = self._build, self._block, f"{self._base}.shared", self._rows
+    def _shared_in_sum(self) -> ProductSpec | None:
+        """Returns the product with the output matrix of the feed-forward that all tokens share, if the kernel
+        of decoding that adds up the experts' results can compute it, too. It is None if there is no such
+        feed-forward, if it has a gate, or if the kernel would bind more buffers than every device can."""
+        if not self._block.shared_size or self._block.shared_gate:
+            return None
+        shared = self._build.product(f"{self._base}.shared.down.weight")
+        experts = self._build.product(f"{self._base}.experts.down.weight")
+        # The kernel also binds the choices and the rows of both feed-forwards, but only one output.
+        bound = 3 + experts.own_buffers + shared.own_buffers - 1
+        return shared if bound <= GUARANTEED.storage_buffers else None
+
+    def _shared(self) -> list[Launch]:
+        """Returns a list with the launch that multiplies the hidden units of the feed-forward that all tokens
+        share with its output matrix, and adds the result, times the layer's scale, to the residual stream or,
+        if a norm follows the experts, without that factor to the buffer `delta`. The list is empty if the
+        layer has no shared feed-forward."""
+        build, block, name = self._build, self._block, f"{self._base}.shared.down.weight"
         if not block.shared_size:
-            return [], []
-        launches, norm_name, layer = [], self._norm_name, self._layer
-        if block.shared_gate:
-            name = f"{self._base}.shared_gate.weight"
-            launches += build.normed_product(name, norm_name, layer, rows, "row_gate")
-        name = f"{base}.gate_up.weight"
-        if rows is None:
-            launches += build.normed_product(name, norm_name, layer, rows, "pair")
-            pair = {"pair": "pair", "y": "gated"}
-            gated = (block.shared_size, block.activation)
-            launches.append(build.launch(norm_rows.gated, gated, {"n": "n"}, pair))
-        else:
-            fused: dict[str, Any] = {"outputs": block.shared_size, "gate": block.activation}
-            launches += build.normed_product(name, norm_name, layer, rows, "gated", **fused)
-        spec = build.product(
-            f"{base}.down.weight", residual=True, scale=self._scale, row_gate=block.shared_gate
-        )
+            return []
+        spec = build.product(name, residual=True, scale=self._scale, row_gate=block.shared_gate)
         buffers: dict[str, str | BoundBuffer] = {"x": "gated", "y": self._to}
         if block.shared_gate:
             buffers["row_gate"] = "row_gate"
-        return launches, [build.multiply(f"{base}.down.weight", spec, rows, buffers)]
+        return [build.multiply(name, spec, self._rows, buffers)]
 
     def after(self) -> list[Launch]:
         """Returns a list with the launch that normalizes the experts' result and adds it to the residual

@@ -15,10 +15,11 @@ from mlcbuild_format.program import GUARANTEED, BoundBuffer, Expression, Launch
 from mlcbuild import quant
 from mlcbuild.compiler.gpu.call_sizes import CallSizes
 from mlcbuild.compiler.gpu.emitter import Emitter, Make
-from mlcbuild.compiler.gpu.kernels import norm_rows, product, tile_product
+from mlcbuild.compiler.gpu.kernels import norm_rows, product, product_pair, tile_product
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
 from mlcbuild.compiler.gpu.kernels.packed_product import can_pack
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
+from mlcbuild.compiler.gpu.kernels.product_pair import can_pair
 from mlcbuild.compiler.gpu.kernels.storage import stored_as
 from mlcbuild.compiler.gpu.residual_stream import OTHER, PendingSum, ResidualStream, can_add
 from mlcbuild.models import LayerSpec, ModelConfig, Param, parameters
@@ -28,6 +29,18 @@ from mlcbuild.quant import Storage
 Buffers = Mapping[str, str | BoundBuffer]
 PLAIN = {"float32": stored_as("f32"), "float16": stored_as("f16")}
 """Dtype of an unquantized matrix -> StoredAs, its description for GPU kernels."""
+
+
+@dataclass(frozen=True)
+class NormedProduct:
+    """A product norm(x) W^T with the residual stream x, in decoding or for prompts."""
+
+    name: str
+    """Name of the parameter that is the matrix W of the product, such as layers.0.attn.q.weight."""
+    out: str
+    """Name of the program's buffer to which the results of the product are written."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the ProductSpec, the description of the product, by name."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +99,14 @@ class LaunchBuilder:
             buffers[bindings[1]] = f"{name}.bias"
         return buffers
 
-    def matrix(self, name: str, first: int = 0) -> dict[str, BoundBuffer]:
+    def matrix(self, name: str, first: int = 0, suffix: str = "") -> dict[str, BoundBuffer]:
         """Returns the buffers by which a kernel reads the matrix `name` from row `first` on: buffer name in
-        the kernel, "w" for weights and, only if they are quantized, "s" for their scales -> BoundBuffer (name
-        of the stored tensor, offset in bytes)."""
+        the kernel, "w" for weights and, only if they are quantized, "s" for their scales, each followed by
+        `suffix` -> BoundBuffer (name of the stored tensor, offset in bytes)."""
         rows = self.rows(name)
         stored = quant.stored(self.params[name], self.scheme)
         return {
-            binding: BoundBuffer(tensor.name, first * (tensor.size // rows))
+            binding + suffix: BoundBuffer(tensor.name, first * (tensor.size // rows))
             for binding, tensor in zip(("w", "s"), stored, strict=False)
         }
 
@@ -149,14 +162,20 @@ class LaunchBuilder:
         for a matrix-vector kernel (GEMV), or None for a GEMM; size: number of rows of x; buffers: name in the
         kernel -> buffer of the program, for x, y and fused operations; the method binds W, its bias and
         the parameters of xIELU."""
-        bound: dict[str, str | BoundBuffer] = {**self.matrix(name, spec.first), **buffers}
-        if spec.half_bias is not None:
-            bound.setdefault("bias", bias_of(name))
-        if spec.activation == "xielu":
-            bound["xielu"] = name.removesuffix("up.weight") + "xielu"
+        bound: dict[str, str | BoundBuffer] = {**self._operands(name, spec), **buffers}
         make: Make = tile_product.gemm if rows is None else product.gemv
         arguments = (spec,) if rows is None else (spec, rows)
         return self.launch(make, arguments, {"n": size}, bound)
+
+    def _operands(self, name: str, spec: ProductSpec, suffix: str = "") -> dict[str, str | BoundBuffer]:
+        """Returns buffer name in a kernel, followed by `suffix` -> stored tensor of the program, for the
+        matrix `name` of a product from row spec.first on, its bias and its parameters of xIELU."""
+        bound: dict[str, str | BoundBuffer] = {**self.matrix(name, spec.first, suffix)}
+        if spec.half_bias is not None:
+            bound[f"bias{suffix}"] = bias_of(name)
+        if spec.activation == "xielu":
+            bound[f"xielu{suffix}"] = name.removesuffix("up.weight") + "xielu"
+        return bound
 
     def normed(self, norm_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
         """Returns the kernel launch that writes the norm of the residual stream `x` to the buffer `normed`
@@ -208,6 +227,32 @@ class LaunchBuilder:
             self.stream.buffer, self.stream.pending = OTHER[source], None
             added = {"delta": "delta", "sum": self.stream.buffer, **after}
         return [*first, self.multiply(name, spec, rows, {"x": source, "y": out, **buffers, **added})]
+
+    def normed_pair(
+        self,
+        products: tuple[NormedProduct, NormedProduct],
+        norm_name: str,
+        layer: LayerSpec,
+        rows: int | None,
+    ) -> list[Launch]:
+        """Returns the kernel launches that compute norm(x) W^T for two matrices W, where x is the residual
+        stream: in decoding one launch, if every device can bind the buffers of its kernel and no sum is still
+        to be added to x, else the launches of the method normed_product for each.
+
+        norm_name: prefix of the names of the norm's parameters; rows: rows of x per workgroup in decoding;
+        None: launches for prompts."""
+        source, norm, buffers = self.normed_source(norm_name, layer, rows)
+        first, second = (self.product(each.name, norm=norm, **each.options) for each in products)
+        if rows is None or self.stream.pending is not None or not can_pair(first, second):
+            return [
+                launch
+                for each in products
+                for launch in self.normed_product(each.name, norm_name, layer, rows, each.out, **each.options)
+            ]
+        bound: dict[str, str | BoundBuffer] = {"x": source, **buffers}
+        for each, spec, suffix in zip(products, (first, second), ("", "2"), strict=True):
+            bound |= {f"y{suffix}": each.out, **self._operands(each.name, spec, suffix)}
+        return [self.launch(product_pair.gemv_pair, (first, second, rows), {"n": "n"}, bound)]
 
     def residual_product(
         self, name: str, post_name: str, layer: LayerSpec, rows: int | None, source: str

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlcbuild_format.program import GUARANTEED
+
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.models import LayerNorm
 
 OTHER = {"x": "x_next", "x_next": "x"}
 """Name of one of the two buffers of the residual stream -> name of the other."""
-_BUFFERS = 8
-"""Number of storage buffers that every device can bind to a kernel."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,6 @@ def can_add(pending: PendingSum, spec: ProductSpec) -> bool:
     norm = spec.norm
     if isinstance(pending.norm.norm, LayerNorm) or spec.activation == "xielu" or spec.row_gate:
         return False
-    # x, delta, the new x, y, weights and the norm of the sum, and what a product may have besides.
-    bound = 6 + (spec.form.bits > 0) + (spec.half_bias is not None)
-    return bound + (0 if norm is None else norm.has_weight + norm.has_bias) <= _BUFFERS
+    # x, delta and the new x, and what the two norms and the product bind.
+    bound = 3 + pending.norm.buffers + spec.own_buffers + (0 if norm is None else norm.buffers)
+    return bound <= GUARANTEED.storage_buffers

@@ -2,8 +2,8 @@
 
 The functions avoid traps of TVM 0.27: shared memory must be allocated inside the launch, or it becomes a
 storage buffer; the body of a condition may hold one statement that touches shared memory, but no loop that
-does; constants are printed with 7 digits, so `exact` passes them as bits; only scalars may be passed to
-helper functions that are added to a kernel's source text (shader_text.py)."""
+does, so `in_workgroups` takes its place; constants are printed with 7 digits, so `exact` passes them as bits;
+only scalars may be passed to helper functions that are added to a kernel's source text (shader_text.py)."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class KernelBuilder:
     it was built. With such a feature the kernel has another source text, and the program may hold one text
     for each set of features."""
     _sizes: dict[str, Var] = field(default_factory=dict)
+    _suffix: str = ""
 
     def uses(self, feature: str) -> bool:
         """Returns True if the kernel under construction may use the optional GPU device feature `feature`,
@@ -79,6 +80,7 @@ class KernelBuilder:
     def buffer(self, name: str, shape: Sequence[int | Var], dtype: str = "float32") -> Value:
         """Declares and returns a storage buffer of the kernel, an argument `name` of the given shape. dtype:
         type of one element, float32, int32, uint32 or float16, or a vector of several, such as float32x4."""
+        name += self._suffix
         buffer = T.match_buffer(T.arg(f"{name}_h", T.handle()), tuple(shape), dtype)
         IRBuilder.name(name, buffer)
         item, _, lanes = dtype.partition("x")
@@ -87,6 +89,17 @@ class KernelBuilder:
             size = product(size, extent if isinstance(extent, int) else str(extent.name))
         self.buffers[name] = size
         return buffer
+
+    @contextmanager
+    def suffixed(self, suffix: str) -> Iterator[None]:
+        """Adds `suffix` to the names of all buffers that are declared inside a `with` block, as a context
+        manager: a kernel with two matrix products declares the buffers of the second one, such as w2 and y2,
+        by the same functions as those of the first."""
+        self._suffix = suffix
+        try:
+            yield
+        finally:
+            self._suffix = ""
 
     @contextmanager
     def launch(self, threads: int, x: Expression, y: Expression = 1) -> Iterator[tuple[Value, Value, Value]]:

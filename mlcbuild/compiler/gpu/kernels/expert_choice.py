@@ -7,8 +7,10 @@ A choice is a pair (row, index among the row's choices), numbered row * chosen +
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Var
 
 from mlcbuild.compiler.gpu.kernels.activations import sigmoid
 from mlcbuild.compiler.gpu.kernels.norm_rows import row_sum
@@ -37,19 +39,47 @@ from mlcbuild.models.experts import SMALLEST_LOGIT, SMALLEST_SUM
 _SORTERS = 256
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The buffer `routes` of a GPU kernel with a call's choices of experts: pairs of int32, the number of the
+    expert and the bits of its weight, a float32. Two buffers would be one too many for kernels that read both
+    and the matrices of experts, since every device binds no more than 8.
+    """
+
+    pairs: Value
+
+    @classmethod
+    def declare(cls, k: KernelBuilder, *shape: int | Var) -> Routes:
+        """Declares the kernel's buffer `routes` and returns it. shape: of the choices, either [rows, choices
+        of a row] or [choices of all rows]; the methods' `choice` is an index of that many dimensions.
+        """
+        return cls(k.buffer("routes", (*shape, 2), "int32"))
+
+    def expert(self, *choice: Value) -> Value:
+        return self.pairs[(*choice, 0)]
+
+    def weight(self, *choice: Value) -> Value:
+        return T.reinterpret("float32", bind(self.pairs[(*choice, 1)]))
+
+    def put_expert(self, expert: Value, *choice: Value | int) -> None:
+        put(self.pairs, expert, *choice, 0)
+
+    def put_weight(self, weight: Value, *choice: Value | int) -> None:
+        put(self.pairs, T.reinterpret("int32", bind(weight)), *choice, 1)
+
+
 def route(name: str, spec: Experts) -> KernelBuilder:
     """Returns the kernel that chooses experts from the router's `logits` float32 [n, experts]. It writes
-    their numbers to `routes` int32 [n, chosen], the best first, and their weights to `shares` float32 [n,
-    chosen] in the same order. A buffer `correction` float32 [experts], if the router has one, is added to
-    scores for the choice only.
+    their numbers and weights to the Routes [n, chosen], the best first. A buffer `correction` float32
+    [experts], if the router has one, is added to scores for the choice only.
     """
     with kernel(name) as k:
         n = k.size("n")
         logits = k.buffer("logits", (n, spec.count))
         correction = k.buffer("correction", (spec.count,)) if spec.router.correction else None
-        routes, shares = k.buffer("routes", (n, spec.chosen), "int32"), k.buffer("shares", (n, spec.chosen))
+        routes = Routes.declare(k, n, spec.chosen)
         with k.launch(WORKGROUP, "n") as (row, _, tx):
-            choice = _Choice(k, spec, (row, tx), (routes, shares))
+            choice = _Choice(k, spec, (row, tx), routes)
             if spec.router.scores == "sparsemixer":
                 choice.sparsemixer(logits)
             else:
@@ -59,19 +89,15 @@ def route(name: str, spec: Experts) -> KernelBuilder:
 
 class _Choice:
     """Emits code that chooses the experts of one row from the router's logits, by their scores or by the
-    sparsemixer rule, and writes the experts' numbers to `routes` int32 [n, chosen] and their weights to
-    `shares` float32 [n, chosen]. All threads of a workgroup compute it together."""
+    sparsemixer rule, and writes their numbers and weights to the Routes [n, chosen]. All threads of a
+    workgroup compute it together."""
 
-    def __init__(
-        self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
-    ) -> None:
+    def __init__(self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], routes: Routes) -> None:
         """Emits the allocation of the arrays in shared memory (scores, sums, chosen experts) with which a
-        workgroup chooses the experts of one row. at: (index of the row, index of the thread); out: the
-        buffers that the choice is written to, (experts' numbers int32 [n, chosen], experts' weights float32
-        [n, chosen]).
+        workgroup chooses the experts of one row. at: (index of the row, index of the thread); routes: the
+        buffer [n, chosen] that the choice is written to.
         """
-        self._spec, (self._row, self._tx), (self._routes, self._shares) = spec, at, out
-        self._k = k
+        self._spec, (self._row, self._tx), self._routes, self._k = spec, at, routes, k
         self._scores, self._left = k.shared(spec.count), k.shared(spec.count)
         self._sums, self._picked = k.shared(WORKGROUP), k.shared(spec.chosen)
         if spec.router.groups > 1:
@@ -79,11 +105,10 @@ class _Choice:
 
     def scored(self, logits: Value, correction: Value | None) -> None:
         """Emits code that chooses the experts of a row by the largest scores, which are the sigmoid or
-        softmax of the logits. It writes their numbers to `routes` int32 [n, chosen], the best first, and
-        their weights to `shares` float32 [n, chosen]: their scores, divided by the sum of those of the chosen
-        experts if the router normalizes, times its scale. logits: buffer with the router's logits;
-        correction: buffer float32 [experts] of numbers that are added to the scores for the choice only, or
-        None."""
+        softmax of the logits. It writes to the Routes, the best first, their numbers and their weights: their
+        scores, divided by the sum of those of the chosen experts if the router normalizes, times its scale.
+        logits: buffer with the router's logits; correction: buffer float32 [experts] of numbers that are
+        added to the scores for the choice only, or None."""
         spec, tx = self._spec, self._tx
         self._score(logits)
 
@@ -98,7 +123,7 @@ class _Choice:
         def choose(e: Value) -> None:
             rank, score = self._rank(left, e, spec.count), bind(self._scores[e])
             with when(rank < spec.chosen):
-                put(self._routes, e, self._row, rank)
+                self._routes.put_expert(e, self._row, rank)
             with when(rank < spec.chosen):
                 put(self._picked, score, rank)
 
@@ -115,7 +140,7 @@ class _Choice:
             spec.chosen,
             tx,
             WORKGROUP,
-            lambda place: put(self._shares, self._picked[place] * factor, self._row, place),
+            lambda place: self._routes.put_weight(self._picked[place] * factor, self._row, place),
         )
 
     def _score(self, logits: Value) -> None:
@@ -183,10 +208,9 @@ class _Choice:
 
     def sparsemixer(self, logits: Value) -> None:
         """Emits code that chooses two experts by the sparsemixer rule of Phi-3.5-MoE. It writes their numbers
-        to `routes` int32 [n, 2] and their weights to `shares` float32 [n, 2], the best first. Each time it
-        chooses the largest logit L that is left; the weight is 1 / the sum of exp(logit - L) over the experts
-        left with (L - logit) / max(|logit|, L) <= 2 * jitter, where 0 / 0 is 0. All threads of the workgroup
-        compute the same.
+        and weights to the Routes [n, 2], the best first. Each time it chooses the largest logit L that is
+        left; the weight is 1 / the sum of exp(logit - L) over the experts left with (L - logit) /
+        max(|logit|, L) <= 2 * jitter, where 0 / 0 is 0. All threads of the workgroup compute the same.
         """
         assert self._spec.router.jitter is not None
         limit, count, row = exact(2 * self._spec.router.jitter), self._spec.count, self._row
@@ -218,9 +242,9 @@ class _Choice:
             each(add)
             chosen = bind(place[0])
             with when(self._tx == 0):
-                put(self._routes, chosen, row, turn)
+                self._routes.put_expert(chosen, row, turn)
             with when(self._tx == 0):
-                put(self._shares, number(1) / numbers[1], row, turn)
+                self._routes.put_weight(number(1) / numbers[1], row, turn)
             barrier()
             put(self._left, number(LOWEST), chosen)
             barrier()
@@ -228,14 +252,14 @@ class _Choice:
 
 def sort_choices(name: str, spec: Experts) -> KernelBuilder:
     """Returns the kernel that sorts choices, pairs (row, expert), by expert and then by row. It reads the
-    chosen experts of all rows, one row after the other, from `routes` int32 [choices]. It writes indices into
-    `routes` to `order` int32 [choices], and tiles, runs of up to 64 choices of one expert, to `tiles` int32
+    chosen experts of all rows, one row after the other, from the Routes [choices]. It writes indices of
+    choices to `order` int32 [choices], and tiles, runs of up to 64 choices of one expert, to `tiles` int32
     [tile_count, 3]: the expert's number, the index in `order` of the first choice, and the number of choices,
     which is 0 for unused tiles.
     """
     with kernel(name) as k:
         choices, count = k.size("choices"), k.size("tile_count")
-        routes = k.buffer("routes", (choices,), "int32")
+        routes = Routes.declare(k, choices)
         order, tiles = k.buffer("order", (choices,), "int32"), k.buffer("tiles", (count, 3), "int32")
         with k.launch(_SORTERS, 1) as (_, _y, tx):
             counts = k.shared(spec.count, "int32")
@@ -243,7 +267,7 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
             def count_own(e: Value) -> None:
                 count = local(1, "int32")
                 put(count, T.int32(0), 0)
-                with T.serial(choices) as choice, when(routes[choice] == e):
+                with T.serial(choices) as choice, when(routes.expert(choice) == e):
                     put(count, count[0] + 1, 0)
                 put(counts, count[0], e)
 
@@ -254,7 +278,7 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
                     put(tiles, e, tile[0] + index, 0)
                     put(tiles, at[0] + index * TILE, tile[0] + index, 1)
                     put(tiles, T.min(count - index * TILE, TILE), tile[0] + index, 2)
-                with T.serial(choices) as choice, when(routes[choice] == e):
+                with T.serial(choices) as choice, when(routes.expert(choice) == e):
                     put(order, choice, at[0])
                     put(at, at[0] + 1, 0)
 
@@ -285,19 +309,20 @@ def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
 
 def add_choices(name: str, spec: Experts, columns: int, scale: float, adds: bool) -> KernelBuilder:
     """Returns the kernel y [n, columns] = scale * the sum of the outputs of each row's experts, times their
-    weights. It reads the outputs from `parts` [n, chosen * columns] and the weights from `shares` [n,
+    weights. It reads the outputs from `parts` [n, chosen * columns] and the weights from the Routes [n,
     chosen]. adds: True if the sum is added to y."""
     with kernel(name) as k:
         n = k.size("n")
         parts = k.buffer("parts", (n, spec.chosen * columns))
-        shares, y = k.buffer("shares", (n, spec.chosen)), k.buffer("y", (n, columns))
+        routes, y = Routes.declare(k, n, spec.chosen), k.buffer("y", (n, columns))
         with k.launch(WORKGROUP, -(-columns // WORKGROUP), "n") as (bx, row, tx):
             column = bind(bx * WORKGROUP + tx)
             with when(column < columns):
                 total = local(1)
                 put(total, number(0), 0)
                 with T.serial(spec.chosen) as place:
-                    put(total, shares[row, place] * parts[row, place * columns + column] + total[0], 0)
+                    part = parts[row, place * columns + column]
+                    put(total, routes.weight(row, place) * part + total[0], 0)
                 value = total[0] if scale == 1 else total[0] * exact(scale)
                 put(y, y[row, column] + value if adds else value, row, column)
     return k

@@ -21,6 +21,7 @@ from mlcbuild.compiler.gpu.kernels.product import (
     ProductBuffers,
     ProductSpec,
     finish,
+    lanes_of,
 )
 from mlcbuild.compiler.gpu.kernels.storage import RowsOf
 from mlcbuild.compiler.gpu.kernels.tile_product import THREADS, TILE, TileRows, multiply_tile
@@ -141,7 +142,7 @@ def _split_query(
 def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
     """Returns the kernel y[vector] = x[vector] W^T for few rows: x is float32 [n * heads, inputs], y [n *
     heads, outputs], and W the matrix number vector % heads of a stack with one matrix for each head."""
-    shape = GemvShape(spec, 1)
+    shape = GemvShape(spec, 1, lanes_of(spec))
     with kernel(name) as k:
         vectors = k.size("vectors")
         x = RowsOf.declare(k, "x", vectors, spec.inputs)
@@ -151,8 +152,8 @@ def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
             first = bind(vector % heads * shape.rows)
             matrix_rows = [bind(first + row) for row in shape.matrix_rows(outputs)]
             sums = shape.sums(buffers.matrix, matrix_rows, Factors(block, None, spec.inputs), tx)
-            target = Outputs(vector, 1, vector < vectors, outputs, None)
-            finish(k, buffers, sums, None, target, (shape, tx))
+            target = Outputs(buffers, vector, 1, lambda vector: vector < vectors, outputs, None)
+            finish(k, [target], sums, None, (shape.lanes, tx))
     return k
 
 

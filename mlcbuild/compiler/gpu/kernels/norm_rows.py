@@ -50,6 +50,11 @@ class NormSpec:
         return isinstance(self.norm, LayerNorm) and self.norm.bias
 
     @property
+    def buffers(self) -> int:
+        """Returns the number of buffers that a kernel binds for the norm's parameters."""
+        return self.has_weight + self.has_bias
+
+    @property
     def is_centred(self) -> bool:
         """Returns True if the norm subtracts a row's mean before it scales the row, as LayerNorm does."""
         return isinstance(self.norm, LayerNorm)

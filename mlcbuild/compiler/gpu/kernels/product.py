@@ -3,6 +3,7 @@ do not depend on the other rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlcbuild_format.program import PACKED_PRODUCTS
@@ -101,6 +102,13 @@ class ProductSpec:
     first: int = 0
     """Index of the first column of the output tensor y that the kernel of a matrix product writes."""
 
+    @property
+    def own_buffers(self) -> int:
+        """Returns the number of buffers that a kernel binds for the output y of the product, for W with its
+        scales, its bias and other numbers of its operations, without those for x and the norms of x."""
+        others = (self.form.bits > 0, self.half_bias is not None, self.activation == "xielu", self.row_gate)
+        return 2 + sum(others)
+
 
 @dataclass(frozen=True)
 class ProductBuffers:
@@ -175,14 +183,20 @@ class GemvShape:
     spec: ProductSpec
     count: int
     """Number of rows of x that one workgroup multiplies with the matrix."""
+    lanes: int
+    """Number of lanes (threads) that share a row of W, a power of two up to 64."""
     is_packed: bool = False
     """True if x is rounded to int8 and multiplied with the codes of W four columns at a time."""
 
     threads = WORKGROUP
 
     @classmethod
-    def of(cls, k: KernelBuilder, spec: ProductSpec, count: int) -> GemvShape:
-        return cls(spec, count, spec.rounds_inputs and k.uses(PACKED_PRODUCTS))
+    def of(cls, k: KernelBuilder, spec: ProductSpec, count: int, lanes: int = 0) -> GemvShape:
+        """Returns the GemvShape of the product that `spec` describes, in the kernel `k`. count: number of
+        rows of x per workgroup; lanes: number of threads that share a row of W, a power of two up to 64; 0:
+        the number that `lanes_of` returns."""
+        is_packed = spec.rounds_inputs and k.uses(PACKED_PRODUCTS)
+        return cls(spec, count, lanes or lanes_of(spec), is_packed)
 
     @property
     def rows(self) -> int:
@@ -193,15 +207,6 @@ class GemvShape:
     def groups(self) -> int:
         """Returns the number of groups of 32 columns in the weight matrix W; the last may be incomplete."""
         return -(-self.spec.inputs // GROUP)
-
-    @property
-    def lanes(self) -> int:
-        """Returns the number of lanes (threads) that share a row of W: the largest power of two up to 64 and
-        up to the number of groups of 32 columns."""
-        lanes = 1
-        while lanes * 2 <= min(WORKGROUP, self.groups):
-            lanes *= 2
-        return lanes
 
     @property
     def each(self) -> int:
@@ -254,6 +259,12 @@ class GemvShape:
         return sums
 
 
+def lanes_of(spec: ProductSpec) -> int:
+    """Returns the number of threads (lanes) of a workgroup that share a row of W in a matrix-vector product:
+    the largest power of two up to 64 and up to the number of groups of 32 columns that W has."""
+    return min(WORKGROUP, 1 << ((-(-spec.inputs // GROUP)).bit_length() - 1))
+
+
 def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
     """Returns the kernel y = x W^T for few rows of x, with the operations that `spec` fuses with the product.
     W is stored in the format `spec.form`; a workgroup multiplies up to `rows` rows of x."""
@@ -271,8 +282,8 @@ def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
             outputs = shape.outputs(bx, tx)
             factors = Factors(block, norm, spec.inputs)
             sums = shape.sums(buffers.matrix, shape.matrix_rows(outputs), factors, tx)
-            target = Outputs(block.first, rows, None, outputs, 0)
-            finish(k, buffers, sums, norm, target, (shape, tx))
+            target = Outputs(buffers, block.first, rows, lambda row: row < n, outputs, 0)
+            finish(k, [target], sums, norm, (shape.lanes, tx))
     return k
 
 
@@ -331,12 +342,13 @@ class Outputs:
     the columns in `outputs`, all as expressions of the kernel.
     """
 
+    buffers: ProductBuffers
     first: Value
     """Index of the first row of the output y that the workgroup stores, an expression of the kernel."""
     count: int
-    inside: Value | None
-    """Condition, an expression of the kernel, under which a row of the output y is stored; None: rows with an
-    index below the size `n` are.
+    inside: Callable[[Value], Value]
+    """Function from the index of a row of y to the condition, an expression of the kernel, under which the
+    row is stored.
     """
     outputs: list[Value]
     bias: Value | int | None
@@ -344,35 +356,39 @@ class Outputs:
     already include their biases.
     """
 
+    @property
+    def width(self) -> int:
+        """Returns the number of rows of W that a thread multiplies, two for each column of y with a gate."""
+        return len(self.outputs) * (2 if self.buffers.spec.gate else 1)
+
+    def store(self, row: Value, totals: list[Value], condition: Value) -> None:
+        """Emits the store of one row's results. row: index of the row of y; totals: sums of the product for
+        the rows of W that the thread multiplies; condition: whether the thread stores results of this row."""
+        each = len(self.outputs)
+        for place, output in enumerate(self.outputs):
+            with when(T.And(condition, output < self.buffers.spec.outputs)):
+                self.buffers.store(row, output, totals[place : self.width : each], self.bias)
+
 
 def finish(
-    k: KernelBuilder,
-    buffers: ProductBuffers,
-    sums: Value,
-    norm: RowsNorm | None,
-    target: Outputs,
-    at: tuple[GemvShape, Value],
+    k: KernelBuilder, targets: Sequence[Outputs], sums: Value, norm: RowsNorm | None, at: tuple[int, Value]
 ) -> None:
     """Emits code that ends a matrix-vector product y = x W^T: it adds up the partial sums of the threads that
     share a row of W, applies the operations fused with the product (bias, gate, activation, row factor,
     scale, cap), and stores the results in y or adds them to it.
 
-    buffers: the kernel's buffers and these operations; sums: partial sums of the running thread, an array in
-    registers; norm: the norm of x, whose factor the sums still lack if it is an RMSNorm, or None; target:
-    rows and columns of y that are stored, and the first bias, as index expressions; at: (division of the
-    product among threads, index of the thread)."""
-    (shape, tx), each, halves = at, len(target.outputs), 2 if buffers.spec.gate else 1
-    scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]
-    with T.serial(target.count) as index:
-        values = [sums[index * len(scratch) + place] for place in range(len(scratch))]
+    targets: rows and columns of y that are stored; several in a kernel of several products, of which each
+    workgroup computes one; sums: partial sums of the running thread, an array in registers [row of x, row of
+    W]; norm: the norm of x, whose factor the sums still lack if it is an RMSNorm, or None; at: (number of
+    threads that share a row of W, index of the thread)."""
+    (lanes, tx), first, width = at, targets[0], max(target.width for target in targets)
+    scratch = [k.shared(WORKGROUP) for _ in range(width)]
+    with T.serial(first.count) as index:
+        values = [sums[index * width + place] for place in range(width)]
         values = values if norm is None else [norm.after(value, index) for value in values]
-        totals = reduced(k, values, scratch, (tx, shape.lanes), "add")
-        row = bind(target.first + index)
-        inside = row < k.size("n") if target.inside is None else target.inside
-        for place, output in enumerate(target.outputs):
-            with when(T.And(tx % shape.lanes == 0, T.And(output < buffers.spec.outputs, inside))):
-                halved = [totals[place + half * each] for half in range(halves)]
-                buffers.store(row, output, halved, target.bias)
+        totals, row = reduced(k, values, scratch, (tx, lanes), "add"), bind(first.first + index)
+        for target in targets:
+            target.store(row, totals, T.And(tx % lanes == 0, target.inside(row)))
         barrier()
 
 
