@@ -184,6 +184,20 @@ def test_a_fault_of_the_loop_is_logged_and_ends_everything(
     assert "the engine has failed" in caplog.text and "a bug" in caplog.text
 
 
+def test_a_failed_step_does_not_count_as_a_fast_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a step which fails at once changes no price of drafts and no number of steps."""
+    seconds = list[float]()
+    monkeypatch.setattr(Speculation, "settle", lambda *arguments: seconds.append(arguments[-1]))
+
+    def fail(_: Event) -> None:
+        engine.executor.fault = RuntimeError("a kernel has failed")
+
+    events, _ = engine.submit([3, 4, 5], 9, fail)
+    engine.run()
+    assert [event.error is None for event in events] == [True, False]
+    assert not seconds and not engine.runner.counters.decode_steps
+
+
 def test_a_lost_device_ends_everything(engine: Engine) -> None:
     engine.executor.fault = DeviceLostError("the GPU is lost")
     answers = [engine.submit([3, number], 9)[0] for number in range(5)]  # of which a batch has four

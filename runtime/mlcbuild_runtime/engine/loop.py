@@ -133,7 +133,8 @@ class Loop:
         outcomes = self._runner.step(
             [(sequence, count + len(sequence.draft.tokens)) for sequence, count in parts]
         )
-        speculation.settle(rows, outcomes, self._executor.seconds() - begun)
+        if outcomes:  # A step that failed at once must not count as a fast one.
+            speculation.settle(rows, outcomes, self._executor.seconds() - begun)
 
     def _decode_plain(self, parts: List[Part]) -> None:
         """Executes decode steps without drafts for `parts`: (sequence, number of tokens to compute). Several

@@ -68,9 +68,9 @@ class Runner:
             with self._turns:
                 result = self.executor.step(step, flat, masks)
         computed = time.perf_counter()
-        self.counters.decode_steps += not prompt
         outcomes = []
         if result is not None:
+            self.counters.decode_steps += not prompt
             self._note_computed(parts, inputs, prompt)
             outcomes = self._consume(parts, counts, result)
         kind = "prefill" if prompt else "decode"
