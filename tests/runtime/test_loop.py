@@ -3,6 +3,7 @@ and how it ends."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,38 @@ def test_a_failed_step_does_not_count_as_a_fast_one(engine: Engine, monkeypatch:
     engine.run()
     assert [event.error is None for event in events] == [True, False]
     assert not seconds and not engine.runner.counters.decode_steps
+
+
+def test_failures_at_any_moment_end_single_requests(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Checks many requests of several kinds while every twentieth call of the device fails, also one that
+    reads logits after a step."""
+    source, executor = random.Random(5), engine.executor
+
+    def risky(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if source.random() < 0.05:
+                raise source.choice([RuntimeError("a kernel has failed"), MemoryError()])
+            result = call(*arguments)
+            return result._replace(logits=risky(result.logits)) if call == step else result
+
+        return run
+
+    step = executor.step
+    executor.step, executor.steps = risky(step), risky(executor.steps)  # type: ignore[method-assign]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 1},
+        {"prompt_logprobs": True, "logprobs": 0},
+        {"prediction": (1,) * 9},
+    ]
+    answers = [
+        engine.submit([number % 3] * source.randrange(1, 60), source.randrange(1, 30), **kinds[number % 4])[0]
+        for number in range(60)
+    ]
+    engine.run()
+    errors = [events[-1].error for events in answers if events[-1].last]
+    assert len(errors) == 60 and 9 < errors.count(None) < 51
+    assert engine.schedule.pages.available == PAGES and "the engine has failed" not in caplog.text
 
 
 def test_a_lost_device_ends_everything(engine: Engine) -> None:
