@@ -93,7 +93,7 @@ class Unreadable(Wrapped):
 
     def step(self, *arguments: Any) -> Any:
         def logits() -> Any:
-            raise MemoryError("no logits")
+            raise MemoryError
 
         return self.inner.step(*arguments)._replace(logits=logits)
 
@@ -102,7 +102,7 @@ def test_logits_that_cannot_be_read_end_the_request_that_needs_them(light_toy_bu
     bench = Bench(light_toy_bundle, Unreadable)
     scored, other = bench.add([3, 4, 5], logprobs=0), bench.add([6])
     (outcome,) = bench.runner.step([(scored, 3), (other, 1)], prompt=True)
-    assert [str(event.error) for event in bench.events[0]] == ["the model has failed: no logits"]
+    assert [str(event.error) for event in bench.events[0]] == ["the model has failed: MemoryError"]
     assert outcome.sequence is other and bench.schedule.active == [other]
     assert [event.error for event in bench.events[1]] == [None]
 

@@ -55,8 +55,9 @@ class Delivery:
         """Logs `error`, with which a step failed, and ends each of the requests `sequences`: its client gets
         an event with an EngineError. Their pages of the KV cache are not kept for other requests."""
         log.exception("a step has failed", exc_info=error)
+        reason = str(error) or type(error).__name__  # MemoryError has no text.
         for sequence in sequences:
-            self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
+            self.end(sequence, sequence.failure(EngineError(f"the model has failed: {reason}")))
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a request whose client has disconnected or cancelled it, without further events."""
