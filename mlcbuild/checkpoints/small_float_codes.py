@@ -16,12 +16,9 @@ from mlcbuild.checkpoints.bit_streams import Codes, unpacked
 from mlcbuild.checkpoints.number_types import values_of
 from mlcbuild.checkpoints.shards import RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, whole
-from mlcbuild.quant.blocks import BlockRows
+from mlcbuild.quant.blocks import TWICE_E2M1, BlockRows
 
-_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the value of each 4-bit float (E2M1), as an integer; the index is the float's code, from 0 to 15.
-Minus zero becomes 0.
-"""
+_TWICE = np.array(TWICE_E2M1, np.int8)
 _HALVES = np.ldexp(np.float32(1), np.arange(256) - 128)
 """Byte of a power-of-two scale (E8M0) -> half of the scale's value, exact in float32, to be multiplied by
 codes that are decoded to twice their value. Byte 255 is not treated as NaN: such weights become infinite or
@@ -81,7 +78,8 @@ class Fp4Matrix:
         return rows
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
-        """Returns `count` rows of an MXFP4 matrix from row `first` on, not dequantized: int8 codes [count,
+        """Returns `count` rows of the matrix from row `first` on, not dequantized: int8 codes [count,
         columns], which are twice the 4-bit floats, and half of each scale, float32 [count, groups of
-        columns]. Raises CheckpointError if the file cannot be read or is too short."""
+        columns]; scales of NVFP4 include that of the whole matrix. Raises CheckpointError if the file cannot
+        be read or is too short."""
         return BlockRows(_TWICE.take(self._codes(reader, first, count)), self._scales(reader, first, count))

@@ -32,6 +32,7 @@ FORMATS: Mapping[str, str] = {
     "Q8_0": "q8_0",
     "IQ4_NL": "iq4_nl",
     "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
     "Q3_K": "q3_k",
     "Q4_K": "q4_k",
     "Q2_K": "q2_k",

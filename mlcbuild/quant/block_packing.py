@@ -85,7 +85,7 @@ def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any]
         # Adding -0 changes nothing, not even the sign of a zero.
         minima = np.full_like(rows.scale, -0.0) if number is None else number
         if blocks.scale != "levels":
-            fields.append(np.repeat(minima, codes.shape[1] // GROUP // minima.shape[1], axis=1))
+            fields.append(np.repeat(minima, codes.shape[1] // blocks.group // minima.shape[1], axis=1))
             continue
         count = codes.shape[1] // blocks.group
         steps_as_bytes = np.zeros((len(codes), count), np.uint8) if steps is None else steps.view(np.uint8)

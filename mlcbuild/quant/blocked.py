@@ -33,10 +33,10 @@ def tiles(blocks: Blocks) -> Format:
     each quad in one line, or two bits of quads 0..3 in a line and of 4..7 in another, the first quad in the
     lowest bits.
 
-    q_scale is [tiles, groups, 16]. With two-level scales it is uint8 [tiles, groups, 16], the bits of int8
-    factors, or [tiles, groups, 32] if factors belong to 16 columns (those of the first 16 columns come
-    first), and q_block is float16 [tiles, blocks of 256 columns, 16]. q_min and q_block_min, if there are
-    minima, have the same shapes; factors of minima are uint8, other minima float16.
+    q_scale is [tiles, groups, 16], or [tiles, groups, 32] if scales belong to 16 columns (those of the first
+    16 columns come first). With two-level scales it is uint8, the bits of int8 factors, and q_block is
+    float16 [tiles, blocks of 256 columns, 16]. q_min and q_block_min, if there are minima, have the same shapes;
+    factors of minima are uint8, other minima float16.
     """
     return _format(blocks, tuple(_tensors(blocks)), TILE_ROWS, _bits_per_weight(blocks))
 
@@ -58,10 +58,12 @@ def rows(blocks: Blocks) -> Format:
     tensors = (
         FormatTensor("q_weight", "uint32", lambda n, k: (n, row_words(blocks.bits, k))),
         FormatTensor(
-            "q_scale", dtype, lambda n, k: (n, -(-k // BLOCK_WEIGHTS) * words if levels else -(-k // GROUP))
+            "q_scale",
+            dtype,
+            lambda n, k: (n, -(-k // BLOCK_WEIGHTS) * words if levels else -(-k // GROUP) * blocks.halves),
         ),
     )
-    bits = 32 * words / BLOCK_WEIGHTS if levels else 8 * ITEM_BYTES[dtype] / GROUP
+    bits = 32 * words / BLOCK_WEIGHTS if levels else 8 * ITEM_BYTES[dtype] / blocks.group
     return _format(blocks, tensors, 1, blocks.bits + bits)
 
 
@@ -91,7 +93,7 @@ def both(blocks: Blocks) -> dict[str, Format]:
 def _tensors(blocks: Blocks) -> Iterator[FormatTensor]:
     size = GROUP * TILE_ROWS * blocks.bits // 8
     levels = blocks.scale == "levels"
-    dtype, width = ("uint8", TILE_ROWS * blocks.halves) if levels else (blocks.scale, TILE_ROWS)
+    dtype, width = "uint8" if levels else blocks.scale, TILE_ROWS * blocks.halves
 
     def per_group(width: int) -> partial[tuple[int, ...]]:
         return partial(_shape, GROUP, width)
@@ -115,7 +117,7 @@ def _bits_per_weight(blocks: Blocks) -> float:
     numbers = 1 + blocks.minimum
     if blocks.scale == "levels":
         return blocks.bits + numbers * (8 / blocks.group + 16 / BLOCK_WEIGHTS)
-    return blocks.bits + 8 * (ITEM_BYTES[blocks.scale] + 2 * blocks.minimum) / GROUP
+    return blocks.bits + 8 * (ITEM_BYTES[blocks.scale] + 2 * blocks.minimum) / blocks.group
 
 
 def _refuse(weight: Array, scratch: Scratch, name: str) -> Sequence[Array]:

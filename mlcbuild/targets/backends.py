@@ -108,6 +108,7 @@ CPU_LAYOUTS: Mapping[str, str] = {
     "q8_0": "x16",
     "q8_1": "x16",
     "mxfp4": "x16",
+    "nvfp4": "x16",
     "q2_k": "x16",
     "q3_k": "x16",
     "q4_k": "x16",
@@ -134,7 +135,7 @@ def _cpu_layout(scheme: Scheme) -> str:
 
 _GPU_ROWS = (
     *("q4f32", "q4f16", "q8f32", "q8f16", "q4s", "q5s", "q8s", "q3l", "q4l", "q5l", "q6l"),
-    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "mxfp4"),
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "mxfp4", "nvfp4"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"),
     *("e4m3", "e5m2"),
 )

@@ -138,10 +138,11 @@ def test_4_bit_floats(kind: str, tmp_path: Path) -> None:
     check(tmp_path, settings, quantized(tmp_path, settings, fp4(settings)))
 
 
-def test_values_that_formats_keep(tmp_path: Path) -> None:
-    settings = {**CT, "kind": "mx"}
+@pytest.mark.parametrize(("kind", "form"), [("mx", "mxfp4"), ("nv", "nvfp4"), ("opt", "nvfp4")])
+def test_values_that_formats_keep(kind: str, form: str, tmp_path: Path) -> None:
+    settings = {"quant_method": "modelopt" if kind == "opt" else "compressed-tensors", "kind": kind}
     quantized(tmp_path / "m", settings, fp4(settings))
-    assert kept(tmp_path)["layers.1.mlp.down.weight"] == "mxfp4"
+    assert kept(tmp_path)["layers.1.mlp.down.weight"] == form
 
 
 def gpt_oss(root: Path) -> tuple[models.ModelConfig, dict[str, Floats]]:

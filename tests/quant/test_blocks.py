@@ -61,7 +61,9 @@ def test_stored_values_have_the_bits_of_the_gguf_package(
     assert (actual.view(np.uint32) == matrix.view(np.uint32)).all()
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    "name", [name for name in QUANTIZED if name != "NVFP4"]
+)  # all its scales are numbers
 def test_a_scale_that_is_no_number_is_refused(name: str) -> None:
     raw = finite_rows(name, 16, 256, 0)
     raw[:] = 0xFF

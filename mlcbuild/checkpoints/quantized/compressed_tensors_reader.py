@@ -31,6 +31,7 @@ from mlcbuild.checkpoints.shards import RowReader
 from mlcbuild.checkpoints.small_float_codes import Fp4Matrix
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, group_places, group_size, replaced, whole
 from mlcbuild.errors import CheckpointError
+from mlcbuild.quant.groups import GROUP
 
 _SCALES = ("F16", "BF16", "F32")
 _REFUSED = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
@@ -189,5 +190,5 @@ def fp4_weight(parts: StoredParts, packed: str, overall: str, *, divides: bool) 
     if total is not None:
         parts.check(overall, ("F32",), total.shape if total.shape in ((), (1,)) else (1,))
     matrix = Fp4Matrix(parts[packed], scale, 2 * half, group, total, divides)
-    kind, unpack = ("MXFP4", matrix.unpack) if is_wide else ("F32", None)
-    return parts.computed((rows, 2 * half), matrix.load, kind, unpack)
+    kind = "MXFP4" if is_wide else "NVFP4" if 2 * half % GROUP == 0 else "F32"
+    return parts.computed((rows, 2 * half), matrix.load, kind, None if kind == "F32" else matrix.unpack)

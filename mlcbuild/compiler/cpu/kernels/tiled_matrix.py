@@ -122,7 +122,7 @@ class TiledMatrix:
         """
         tile, group, lane = place
         if self.blocks is None or self.blocks.scale != "levels":
-            return load_f32(self.isa, tensors[0], (tile, group, lane), lanes)
+            return load_f32(self.isa, tensors[0], (tile, group, half * TILE_ROWS + lane), lanes)
         raw = T.reinterpret(
             typed(steps, lanes), tensors[0][tile, group, span(half * TILE_ROWS + lane, lanes)]
         )

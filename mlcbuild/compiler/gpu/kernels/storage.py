@@ -124,7 +124,7 @@ class StoredMatrix:
             if form.levels:
                 count = rows * -(-columns // BLOCK_WEIGHTS) * form.block_words
                 return cls(form, rows, columns, words, k.buffer("s", (count,), "uint32"))
-            count = rows * groups
+            count = rows * groups * (GROUP // form.group)
             if form.minimum:
                 return cls(form, rows, columns, words, k.buffer("s", (count,), "uint32"))
             shape, dtype = ((-(-count // 2),), "uint32") if form.half else ((count,), "float32")
@@ -153,12 +153,12 @@ class StoredMatrix:
             return []
         if self.form.levels:
             return self._levels(self.numbers, row, group)
-        flat = bind(row * self.groups + group)
+        flat = bind((row * self.groups + group) * self.runs)
         if self.form.minimum:
             word = bind(self.numbers[flat])
             return [(bind(half(word, False)), bind(half(word, True)))]
         if not self.form.half:
-            return [(bind(self.numbers[flat]), None)]
+            return [(bind(self.numbers[flat + run]), None) for run in range(self.runs)]
         word = bind(self.numbers[flat // 2])
         return [(bind(half(word, flat % 2 == 1)), None)]
 
