@@ -35,8 +35,8 @@ def tiles(blocks: Blocks) -> Format:
 
     q_scale is [tiles, groups, 16], or [tiles, groups, 32] if scales belong to 16 columns (those of the first
     16 columns come first). With two-level scales it is uint8, the bits of int8 factors, and q_block is
-    float16 [tiles, blocks of 256 columns, 16]. q_min and q_block_min, if there are minima, have the same shapes;
-    factors of minima are uint8, other minima float16.
+    float16 [tiles, blocks of 256 columns, 16]. q_min and q_block_min, if there are minima, have the same
+    shapes; factors of minima are uint8, other minima float16.
     """
     return _format(blocks, tuple(_tensors(blocks)), TILE_ROWS, _bits_per_weight(blocks))
 
