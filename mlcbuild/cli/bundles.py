@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlcbuild_format import bundle as form
-from mlcbuild_format import sizes
+from mlcbuild_format import sizes, weights
 from mlcbuild_format.bundle import Manifest
 from mlcbuild_format.errors import BundleError
 from mlcbuild_format.fields import MAX_INTEGER, FieldError, Fields, Json, printable
@@ -30,9 +30,12 @@ def inspect(arguments: argparse.Namespace) -> int:
     listed = LIBRARY in manifest.files
     library: Mapping[str, Json] = read_json(path / LIBRARY, _LARGEST_LIBRARY_JSON) if listed else {}
     kernels, slow = (_chosen(path / LIBRARY, library, key) for key in ("kernels", "fallbacks"))
+    source = weights.read_header(path / manifest.weights[0]).source
     document: dict[str, object] = {**manifest.to_json(), "kernels": kernels, "fallbacks": slow}
+    document["source"] = source
     reasons = [("slow", f"{use.removesuffix('.weight')}: {why}") for use, why in sorted(slow.items())]
     facts = [*_facts(manifest), *_calibration(path, manifest)]
+    facts += [("source", source)] if source else []
     lines = [printable(line) for line in table([*facts, *_uses(kernels), *reasons])]
     if arguments.measure:
         from mlcbuild.bundles.footprint import measure

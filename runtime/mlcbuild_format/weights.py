@@ -20,6 +20,9 @@ class WeightsHeader:
     tensors: tuple[Tensor, ...]
     """The tensors of a weights file in the order of their bytes; their `dtype` is NumPy's name, for example
     float16."""
+    source: str = ""
+    """How a quantized checkpoint was read, such as the version of its zero points, and what no format keeps;
+    "" if there is nothing to say."""
 
 
 def read_header(path: Path) -> WeightsHeader:
@@ -41,8 +44,9 @@ def _header(file: safetensors.Header) -> WeightsHeader:
     if version != FORMAT:
         raise FieldError(f"'__metadata__.format' must be '{FORMAT}', found {describe(version)}")
     scheme = metadata.text("scheme") if "scheme" in metadata.value else ""
+    source = metadata.text("source") if "source" in metadata.value else ""
     tensors = tuple(_tensor(tensor) for tensor in file.tensors)
-    return WeightsHeader(metadata.text("signature", "[0-9a-f]{64}"), scheme, tensors)
+    return WeightsHeader(metadata.text("signature", "[0-9a-f]{64}"), scheme, tensors, source)
 
 
 def _tensor(tensor: Tensor) -> Tensor:

@@ -74,6 +74,23 @@ def _other_facts(text: str) -> Callable[[Path], None]:
     return damage
 
 
+def _with_source(bundle: Path, remark: str) -> None:
+    """Adds a remark on the checkpoint to the header of a bundle's weights file, and updates the manifest."""
+    (path,) = bundle.glob("weights*")
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"]["source"] = remark
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    data = len(text).to_bytes(8, "little") + text + data[end:]
+    path.unlink()  # it may be linked to the store
+    path.write_bytes(data)
+    document = json.loads((bundle / "bundle.json").read_bytes())
+    document["files"][path.name] = {"blake3": blake3(data).hexdigest(), "size": len(data)}
+    (bundle / "bundle.json").write_text(json.dumps(document))
+
+
 def _calibration(bundle: Path) -> None:
     """Adds a file calibration.json to a bundle, with an invalid value, "many", in place of the number of
     tokens. The manifest lists the file with its digest."""
@@ -172,9 +189,18 @@ def test_inspect_says_what_a_bundle_is(built: Path, capsys: Out) -> None:
     assert facts["limits"] == "context 512, prefill 128, batch 8"
     assert f"top-1 agreement {manifest['verification']['top1_agreement']}" in facts["verified"]
     document = json.loads(said(capsys, 0, "inspect", BUNDLE, "--json")[0])
+    assert document.pop("source") == ""
     assert {**manifest, "kernels": document["kernels"], "fallbacks": document["fallbacks"]} == document
     uses = [use for name, text in rows if name == "kernel" for use in text.split(" for ")[1].split(", ")]
     assert sorted(uses) == sorted(use.removesuffix(".weight") for use in document["kernels"])
+
+
+def test_inspect_says_how_the_checkpoint_was_read(bundle_copy: Callable[[str], Path], capsys: Out) -> None:
+    bundle, remark = bundle_copy("q4f16_1"), "zero points of version 1"
+    _with_source(bundle, remark)
+    rows = [line.split(maxsplit=1) for line in said(capsys, 0, "inspect", str(bundle))[0].splitlines()]
+    assert ["source", remark] in rows
+    assert json.loads(said(capsys, 0, "inspect", str(bundle), "--json")[0])["source"] == remark
 
 
 def test_inspect_names_what_is_slow(bundle_copy: Callable[[str], Path], capsys: Out) -> None:
