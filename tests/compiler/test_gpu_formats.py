@@ -39,8 +39,10 @@ FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
 FLOATS = ("e4m3", "e5m2")
 """Names of the formats whose codes are 8-bit floats. Codes here are below 120 without their sign: such
 numbers are finite in both."""
-SAMPLE = FORMS if EVERY else ["q4_k", "q6_k", "iq4_xs", "e4m3"]
+SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
 RAGGED = [name for name in FORMS if name not in (*TYPES, *FLOATS)] if EVERY else ["q3l", "q5l"]
+CONVERTED = [] if EVERY else ["iq4_xs", "e4m3"]
+"""Formats whose codes are converted to other numbers, tested in products only."""
 BROWSER = (*SAMPLE[:1], *RAGGED[:1])
 """Names of the weight formats whose matrix products are also tested in Chromium. They are few, because
 Chromium compiles the kernels of one format for 5 seconds."""
@@ -107,7 +109,8 @@ def check(actual: NDArray[Any], x: NDArray[np.float32], values: NDArray[np.float
 
 
 @pytest.mark.parametrize(
-    ("form", "columns"), [*((form, COLUMNS) for form in SAMPLE), *((form, NARROW) for form in RAGGED)]
+    ("form", "columns"),
+    [*((form, COLUMNS) for form in (*SAMPLE, *CONVERTED)), *((form, NARROW) for form in RAGGED)],
 )
 def test_products_of_few_and_of_many_rows(form: str, columns: int, run: Run) -> None:
     tensors, values = matrix(form, columns)

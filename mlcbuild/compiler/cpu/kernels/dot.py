@@ -44,14 +44,21 @@ register hold."""
 
 
 def looked_up(codes: Expr, table: Sequence[int], dtype: str, lanes: int) -> Expr:
-    """Returns the entries of a table with the indices `codes`, a vector of `lanes` integers of the type
-    `dtype`, as a vector of this type. It compares with each index, for processors without an instruction that
-    looks up."""
-    entries = [splat(T.IntImm(dtype, value), lanes) for value in table]
-    chosen = entries[-1]
-    for index, entry in enumerate(entries[:-1]):
-        chosen = T.Select(codes == splat(T.IntImm(dtype, index), lanes), entry, chosen)
-    return chosen
+    """Returns the entries of a table of 16 with the indices `codes`, a vector of `lanes` integers of the type
+    `dtype`, as a vector of this type. It halves the table by each bit of the codes, for processors without an
+    instruction that looks up."""
+
+    def every(value: int) -> Expr:
+        return splat(T.IntImm(dtype, value), lanes)
+
+    # All bits of a mask are ones where the bit of the code is one.
+    masks = [T.bind(every(0) - ((codes >> every(bit)) & every(1))) for bit in range(4)]
+    pairs = zip(table[::2], table[1::2], strict=True)
+    values = [T.bind(every(even) ^ (masks[0] & every(even ^ odd))) for even, odd in pairs]
+    for mask in masks[1:]:
+        halves = zip(values[::2], values[1::2], strict=True)
+        values = [T.bind(even ^ (mask & (even ^ odd))) for even, odd in halves]
+    return values[0]
 
 
 @dataclass(frozen=True)
