@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from mlcbuild.models import Attention, LatentAttention, LayerSpec, ModelConfig
+from mlcbuild.models import LatentAttention, LayerSpec, ModelConfig
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "ModelConfig": (
@@ -63,8 +63,6 @@ def _unsupported_in_layer(layer: LayerSpec) -> Iterator[str]:
     parts = (layer, mixer, feed_forward, layer.norms, layer.norms.before, layer.norms.after, qk_norm)
     for part in parts:
         yield from _unsupported(part)
-    if isinstance(mixer, Attention) and mixer.qk_norm_last and mixer.qk_norm_span == "heads":
-        yield "norms over all heads that follow the rotation"
     if isinstance(mixer, LatentAttention):
         if mixer.cached % 2:
             yield f"latents and shared keys of {mixer.cached} numbers, which must be even"
