@@ -46,7 +46,9 @@ def test_sequences_that_do_not_fit(model: CpuExecutor, tokens: list[int]) -> Non
         model.score(tokens)
 
 
-def test_a_cache_that_cannot_be_allocated_is_refused_at_load(toy_bundle: Path) -> None:
+def test_a_cache_that_cannot_be_allocated_is_refused_at_load(
+    toy_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pages = 1 << 43
     with pytest.raises(SetupError) as caught:
         CpuExecutor.load(toy_bundle, pages=pages)
@@ -54,6 +56,14 @@ def test_a_cache_that_cannot_be_allocated_is_refused_at_load(toy_bundle: Path) -
         f"{toy_bundle}: its KV cache of {pages} pages needs 1125.9 TB of memory, which cannot be allocated"
         " (std::bad_alloc): choose fewer with --max-pages, or raise this process's limits"
     )
+
+    def fail(pages: object) -> None:
+        raise MemoryError
+
+    model = CpuExecutor.load(toy_bundle, pages=1)
+    monkeypatch.setattr(model._library, "create_cache", fail)
+    with pytest.raises(SetupError, match=r"cannot be allocated \(MemoryError\): choose fewer"):
+        model._new_cache()
 
 
 def test_tokens_outside_the_vocabulary(model: CpuExecutor) -> None:

@@ -104,9 +104,10 @@ class CpuExecutor:
             cache: tvm_ffi.Tensor = self._library.create_cache(tvm_ffi.Shape([self.pages]))
         except Exception as error:  # Whatever the library's code raises
             size = self.manifest.memory.kv_cache // self.limits.pages * self.pages
+            *_, reason = type(error).__name__, *str(error).splitlines()  # MemoryError has no text.
             raise SetupError(
                 f"{self.path}: its KV cache of {self.pages} pages needs {sizes.show(size)} of memory, which"
-                f" cannot be allocated ({str(error).splitlines()[-1]}): choose fewer with --max-pages, or"
+                f" cannot be allocated ({reason}): choose fewer with --max-pages, or"
                 " raise this process's limits"
             ) from None
         array = np.from_dlpack(cache)
