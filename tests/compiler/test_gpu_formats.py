@@ -41,8 +41,9 @@ FLOATS = ("e4m3", "e5m2")
 numbers are finite in both."""
 SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
 RAGGED = [name for name in FORMS if name not in (*TYPES, *FLOATS)] if EVERY else ["q3l", "q5l"]
-CONVERTED = [] if EVERY else ["iq4_xs", "e4m3"]
-"""Formats whose codes are converted to other numbers, tested in products only."""
+CONVERTED = [] if EVERY else ["nvfp4", "e4m3"]
+"""Formats whose codes are converted to other numbers, tested in products only: one with a table, whose groups
+of 32 columns have two scales each, and one of 8-bit floats."""
 BROWSER = (*SAMPLE[:1], *RAGGED[:1])
 """Names of the weight formats whose matrix products are also tested in Chromium. They are few, because
 Chromium compiles the kernels of one format for 5 seconds."""
