@@ -97,7 +97,8 @@ def write(
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
     metadata = {"format": FORMAT, "signature": tied, "scheme": scheme.name}
     notes = {piece.note for source in sources for piece in source.pieces if isinstance(piece, ComputedTensor)}
-    if remark := quantized_again(scheme.name, (source.kinds for source in sources)):
+    changed = [source for source in sources if scheme_for(scheme, source.param.name).format != "f32"]
+    if remark := quantized_again(scheme.name, (source.kinds for source in changed)):
         sys.stderr.write(f"note: {remark}\n")
         notes.add(remark)
     if notes - {""}:
@@ -170,8 +171,7 @@ class _Place:
     """Offset of the tensor's first byte from the beginning of the file, in bytes."""
     stride: int
     """Number of bytes that one index of the stored tensor's axis 0 occupies; an index is a row, a tile of
-    rows, or an element of a vector.
-    """
+    rows, or an element of a vector."""
 
 
 def _places(

@@ -14,7 +14,8 @@ _KEEPING = "as-is-"
 def quantized_again(scheme: str, kinds: Iterable[Collection[str]]) -> str:
     """Returns a remark that names the types with codebooks whose values the quantization `as-is` does not
     keep but quantizes again; "" if there are none, or for any other scheme. scheme: name of the quantization
-    scheme; kinds: for each parameter the types, such as "IQ3_S", of the checkpoint's tensors that make it up.
+    scheme; kinds: for each parameter that is not stored in float32, which keeps the values of all types, the
+    types, such as "IQ3_S", of the checkpoint's tensors that make it up.
     """
     again = sorted(CODEBOOKS.intersection(kind for types in kinds for kind in types))
     if not again or not scheme.startswith(_KEEPING):

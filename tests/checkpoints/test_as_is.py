@@ -155,6 +155,16 @@ def test_types_with_codebooks_are_quantized_again_and_the_run_says_so(
         assert 0 < error < 0.06, error
 
 
+def test_a_type_with_a_codebook_that_is_stored_in_float32_is_not_quantized_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(EXPERTS, _random_tensors(), tmp_path / "m.gguf", "IQ2_XS")
+    in_float32 = "same: {scheme: as-is, overrides: [{match: '*', scheme: q0f32}]}"
+    converted(tmp_path, scheme_of(tmp_path, RECIPE.replace("same: as-is", in_float32)))
+    assert "quantized again" not in capsys.readouterr().err
+    assert "source" not in read_header(tmp_path / "weights" / "weights-00001-of-00001.safetensors").metadata
+
+
 @pytest.mark.parametrize("scale", [np.array([0.25], np.float32), np.array([2.0, -0.5, 3.0], np.float32)])
 def test_nvfp4_is_multiplied_by_the_scale_of_its_matrix(scale: NDArray[np.float32], tmp_path: Path) -> None:
     """Checks matrices whose scale is one number for all experts, or one for each."""
