@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mlcbuild.checkpoints.gguf_blocks import dequantize, unpack
 from mlcbuild.checkpoints.gguf_file import Gguf, Value, read_gguf, shown
 from mlcbuild.checkpoints.gguf_types import TYPES, BlockType
-from mlcbuild.checkpoints.shards import ComputedTensor, PackedTensor, RowReader
+from mlcbuild.checkpoints.shards import ONLY_FLOAT32, ComputedTensor, PackedTensor, RowReader
 from mlcbuild.errors import CheckpointError, did_you_mean
 from mlcbuild.quant.codebooks import CODEBOOKS
 
@@ -234,7 +234,7 @@ def _scaled(parts: Sequence[PackedTensor], scale: Tensor | None) -> Sequence[Pac
         ComputedTensor(
             *(part.name, "F32", part.shape, part.path, part.start, part.size),
             partial(_times, part, flat, index * count // len(parts)),
-            note="NVFP4 with a scale of the whole matrix; no format below float32 holds its values exactly",
+            note=f"NVFP4 with a scale of the whole matrix; {ONLY_FLOAT32}",
         )
         for index, part in enumerate(parts)
     ]

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from mlcbuild.quant import StoredTensor
 from mlcbuild.quant.blocks import BlockRows
 
+ONLY_FLOAT32 = "no format below float32 holds its values exactly"
+"""The remark on a quantized tensor whose values `as-is` keeps by storing them in float32."""
+
 
 @dataclass(frozen=True)
 class PackedTensor(Tensor):

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from mlcbuild.checkpoints.number_types import values_of
 from mlcbuild.checkpoints.row_reader import Rows
-from mlcbuild.checkpoints.shards import ComputedTensor, RowReader
+from mlcbuild.checkpoints.shards import ONLY_FLOAT32, ComputedTensor, RowReader
 from mlcbuild.errors import CheckpointError
 from mlcbuild.quant.blocks import BlockRows
 
 Floats = NDArray[np.float32]
-_ONLY_FLOAT32 = "no format below float32 holds its values exactly"
 IGNORED = frozenset(
     {
         *("input_scale", "input_global_scale", "activation_scale", "input_zero_point", "output_scale"),
@@ -101,7 +100,7 @@ class StoredParts:
         the codes and scales of type `kind`; None: there are none. note: a remark for the log; for "F32" it is
         supplemented by the fact that no smaller format holds the values."""
         if kind == "F32":
-            note = f"{note}; {_ONLY_FLOAT32}" if note else _ONLY_FLOAT32
+            note = f"{note}; {ONLY_FLOAT32}" if note else ONLY_FLOAT32
         first = next(iter(self.tensors.values()))
         full = f"{self.module}.{name}" if self.module else name
         return ComputedTensor(full, kind, shape, first.path, first.start, first.size, load, unpack, note=note)

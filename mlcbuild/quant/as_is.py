@@ -57,9 +57,9 @@ _MIXED = tuple(
     name for name in (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k") if name not in ("f16", AGAIN)
 )
 _EXACT = "f32"
-_FLOATS = {"f16", _EXACT, *(name.lower() for name in ("E4M3", "E5M2"))}
-"""Names of the formats whose codes are floats: products read activations as float32, and only float32 holds
-the values of two of these formats."""
+_FLOATS = {"f16", _EXACT, "e4m3", "e5m2"}
+"""Names of the formats that store floats: products read activations as float32, and a matrix whose parts need
+one of these formats and another is stored in float32."""
 UNQUANTIZED = (
     "'as-is' keeps the values of quantized tensors, and this checkpoint has none; choose a scheme such as "
     "q4a8_1, or q0f16 for no quantization"

@@ -115,8 +115,8 @@ class BlockRows:
     codes: NDArray[np.int8] | NDArray[np.uint8]
     """The codes of the weights, [rows, columns]: int8 if they are signed, otherwise uint8."""
     scale: NDArray[np.float32]
-    """The scales of the weights as float32: [rows, columns / 16 or 32], one for each group; or, with
-    two-level scales, [rows, columns / 256], which `steps` multiplies by an integer for each group."""
+    """The scales of the weights as float32, [rows, scales of a row]. Each applies to equally many columns, 16
+    to 256; with two-level scales to 256, and `steps` multiplies it by an integer for each group."""
     steps: NDArray[np.int8] | None = None
     """The integers by which `scale` is multiplied for each group of 16 or 32 weights, [rows, columns / 16 or
     32]; None: all are 1."""
