@@ -146,10 +146,12 @@ class RequestHandling:
         running = asyncio.create_task(to_thread.run_sync(work, limiter=self._unlimited))
         running.add_done_callback(lambda _: limiter.release_on_behalf_of(place))
         try:
-            return await asyncio.shield(running)
+            # asyncio.shield of Python 3.14 logs a traceback if the work fails after the caller was cancelled.
+            await asyncio.wait([running])
         except asyncio.CancelledError:
             running.add_done_callback(partial(_dropped, drop))
             raise
+        return running.result()
 
     async def engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
         """Returns the engine of the model that a body names, or of the first model if it names none, loaded
