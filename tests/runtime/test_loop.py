@@ -15,6 +15,7 @@ from mlcbuild_runtime.engine import loop
 from mlcbuild_runtime.engine.intake import Intake
 from mlcbuild_runtime.engine.loop import Loop
 from mlcbuild_runtime.engine.pages import Pages
+from mlcbuild_runtime.engine.prompt_turns import TurnLength
 from mlcbuild_runtime.engine.request import Deadline, Event, Request, Ticket
 from mlcbuild_runtime.engine.runner import Runner
 from mlcbuild_runtime.engine.scheduler import Schedule
@@ -197,6 +198,21 @@ def test_a_failed_step_does_not_count_as_a_fast_one(engine: Engine, monkeypatch:
     engine.run()
     assert [event.error is None for event in events] == [True, False]
     assert not seconds and not engine.runner.counters.decode_steps
+
+
+def test_a_failed_step_shows_no_speed_of_prompts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = list[int]()
+    monkeypatch.setattr(TurnLength, "record", lambda _, tokens, seconds: recorded.append(tokens))
+
+    def mend(event: Event) -> None:
+        engine.executor.fault = None
+        if event.error is not None:
+            engine.submit([4] * CHUNK, 1)
+
+    engine.executor.fault = RuntimeError("a kernel has failed")
+    engine.submit([3] * CHUNK, 1, mend)
+    engine.run()
+    assert recorded == [CHUNK]
 
 
 def test_failures_at_any_moment_end_single_requests(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

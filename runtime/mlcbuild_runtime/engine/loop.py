@@ -105,12 +105,13 @@ class Loop:
         compute between two decode steps, and then up to 64 tokens of one prompt whose log-probabilities are
         requested."""
         room = self._turn.tokens(alone=len(self._schedule.active) + len(self._schedule.waiting) == 1)
-        begun = self._executor.seconds()
+        begun, before = self._executor.seconds(), self._counters.prompt_tokens
         parts = self._schedule.prefills(room)
         self._runner.step([part for part in parts if part[0].pool is None], prompt=True)
         self._runner.pool([part for part in parts if part[0].pool is not None])
-        if parts:
-            self._turn.record(sum(count for _, count in parts), self._executor.seconds() - begun)
+        computed = self._counters.prompt_tokens - before
+        if computed == sum(count for _, count in parts):  # Seconds of a failed step show no speed.
+            self._turn.record(computed, self._executor.seconds() - begun)
         self._runner.step(self._schedule.scored(room), prompt=True)
 
     def _decode(self, parts: List[Part]) -> None:
