@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -112,12 +113,24 @@ def test_a_failure_within_a_stream_is_an_event(engine: Engine) -> None:
 
 def test_a_defect_is_a_500_without_details(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(text: str) -> list[int]:
-        raise ZeroDivisionError("a secret of the server")
+        raise RuntimeError("a secret of the server")
 
     monkeypatch.setattr(engine.tokenizer, "encode", broken)
     response = complete(engine, {"prompt": "x"})
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "the server has failed: see its log"
+
+
+def test_a_thread_that_cannot_start_is_a_503(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        response = complete(engine, {"prompt": [1], "max_tokens": 1})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert response.json()["error"]["code"] == "overloaded"
+    assert complete(engine, {"prompt": [1], "max_tokens": 1}).status_code == 200
 
 
 def test_every_answer_with_an_error_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,22 @@ async def unexpected_error(request: Request, _error: Exception) -> Response:
     return _response(request.url.path, ServingError("the server has failed: see its log"))
 
 
+async def runtime_error(request: Request, error: Exception) -> Response:
+    """Returns the response (503) to a request for which the system starts no thread, since the limit of
+    processes or memory is reached. Raises any other RuntimeError again: it is a defect."""
+    if "can't start new thread" not in str(error):
+        raise error
+    return _response(
+        request.url.path,
+        RequestError(
+            "this machine starts no further thread for the server: try again later, or raise the limit of "
+            "processes or memory under which the server runs",
+            code="overloaded",
+            status=503,
+        ),
+    )
+
+
 async def serving_error(request: Request, error: Exception) -> Response:
     """Returns the response to a request that is refused or fails, with an error document and its status."""
     assert isinstance(error, ServingError)

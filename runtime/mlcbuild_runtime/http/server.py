@@ -70,6 +70,7 @@ def create_app(
     handlers: dict[object, ExceptionHandler] = {
         HTTPException: error_responses.http_error,
         ServingError: error_responses.serving_error,
+        RuntimeError: error_responses.runtime_error,
         ClientDisconnect: error_responses.gone,
         Exception: error_responses.unexpected_error,
     }
