@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlcbuild_format import strict_json
@@ -18,10 +19,18 @@ from mlcbuild.errors import RemoteError
 
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """Matches control characters, and bytes of an environment variable that are not UTF-8."""
-
-
 _HUB = ("https://index.docker.io/v1/", "docker.io", "index.docker.io", "registry-1.docker.io")
 """Names of Docker Hub: the first in Docker's file, the second in Podman's."""
+_TOKEN_USER = "<token>"
+"""Name of the user, in the answer of a credential helper, that marks the secret as a refresh token."""
+
+
+@dataclass(frozen=True)
+class RefreshToken:
+    """A secret for which a registry's token service issues tokens, as OAuth 2 defines it. `docker login`
+    stores it as `identitytoken` where the service issues one, as Azure's does."""
+
+    value: str = field(repr=False)
 
 
 def home() -> Path:
@@ -109,9 +118,9 @@ def refusal(host: str, status: int, *, authorized: bool) -> str:
     )
 
 
-def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
+def login(host: str, environ: Mapping[str, str] = os.environ) -> str | RefreshToken | None:
     """Returns the value of the Authorization header for a registry: from the environment or netrc (see
-    `authorization`), else from Podman's, else from Docker's file.
+    `authorization`), else from Podman's, else from Docker's file, which may have a refresh token instead.
 
     Credential helpers that these files name are run. `host` may include a port. Returns None without
     credentials. A helper that is not installed or ends with an error has none. Raises RemoteError for
@@ -127,31 +136,36 @@ def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
         or f"{environ.get('XDG_RUNTIME_DIR', '/nowhere')}/containers/auth.json"
     )
     for path in (Path(podman), docker):
-        if path.is_file() and (header := _from_docker(path, host)) is not None:
-            return header
+        if path.is_file() and (stored := _from_docker(path, host)) is not None:
+            return stored
     return None
 
 
-def _from_docker(path: Path, host: str) -> str | None:
+def _from_docker(path: Path, host: str) -> str | RefreshToken | None:
     names = (*_HUB, host) if host in _HUB else (host, f"https://{host}")
     try:
         document = strict_json.parse(path.read_bytes())
         helpers, logins = document.get("credHelpers", {}), document.get("auths", {})
         name = next((name for name in names if name in helpers or name in logins), names[0])
         helper = helpers.get(name) or document.get("credsStore")
-        stored = base64.b64decode(logins.get(name, {}).get("auth", "")).decode()
+        entry = logins.get(name, {})
+        stored = base64.b64decode(entry.get("auth", "")).decode()
+        refresh = str(entry.get("identitytoken") or "")
     except (OSError, ValueError, AttributeError, TypeError):  # the parser's message may quote a secret
         raise RemoteError(f"{path}: the file cannot be parsed") from None
+    if refresh:  # The user in `auth` is a placeholder then.
+        return RefreshToken(refresh)
     if stored:
         return basic(stored)
     return _from_helper(str(helper), name) if helper else None
 
 
-def _from_helper(helper: str, host: str) -> str | None:
+def _from_helper(helper: str, host: str) -> str | RefreshToken | None:
     """Runs a helper program of Docker's credential protocol, and returns the value of the Authorization
-    header. helper: the end of the program's name, docker-credential-<helper>; host: the registry's name in
-    Docker's file. Returns None if the program is not installed, ends with an error, or has no credentials for
-    the host. Raises RemoteError if it does not follow the protocol or runs for more than 30 seconds."""
+    header, or a refresh token. helper: the end of the program's name, docker-credential-<helper>; host: the
+    registry's name in Docker's file. Returns None if the program is not installed, ends with an error, or has
+    no credentials for the host. Raises RemoteError if it does not follow the protocol or runs for more than
+    30 seconds."""
     program = (
         shutil.which(f"docker-credential-{helper}") if re.fullmatch(r"[A-Za-z0-9_.-]+", helper) else None
     )
@@ -167,4 +181,6 @@ def _from_helper(helper: str, host: str) -> str | None:
         raise RemoteError(
             f"docker-credential-{helper} does not follow Docker's credential protocol"
         ) from None
-    return basic(f"{user}:{secret}") if user and secret else None
+    if not user or not secret:
+        return None
+    return RefreshToken(str(secret)) if user == _TOKEN_USER else basic(f"{user}:{secret}")

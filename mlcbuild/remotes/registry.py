@@ -17,10 +17,8 @@ from types import TracebackType
 from typing import BinaryIO, Protocol
 from urllib.parse import SplitResult, urlencode, urljoin, urlsplit
 
-from mlcbuild_format import strict_json
-
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes import auth
+from mlcbuild.remotes import auth, token_service
 from mlcbuild.remotes.client import Client, Response, status_words
 from mlcbuild.remotes.oci_reference import RegistryAddress
 from mlcbuild.remotes.transport import TIMEOUT, Body, SlowError, quoted
@@ -302,38 +300,29 @@ class Registry:
 
     def _answer(self, challenge: str, scope: str) -> str | None:
         """Returns the value of the Authorization header that answers a server's challenge: for "Basic" the
-        user's credentials, for "Bearer" the user's token, else one that the token service named in the
+        user's password, for "Bearer" the user's token, else one that the token service named in the
         challenge issues, anonymously if there are no credentials. challenge: the server's WWW-Authenticate
         header, where "Bearer" precedes "Basic" if it offers both; scope: the rights to request, such as
         "repository:name:pull". Returns None for an unsupported challenge, and for "Basic" without
-        credentials. Raises RemoteError if the token service cannot be reached, is not https, or issues no
+        a password. Raises RemoteError if the token service cannot be reached, is not https, or issues no
         valid token."""
         offered = auth.challenges(challenge)
         if "realm" in (fields := offered.get("bearer", {})):
-            is_token = self._login is not None and self._login.startswith("Bearer ")
-            return self._login if is_token else self._token(fields, scope)
-        return self._login if "basic" in offered else None
+            if isinstance(self._login, str) and self._login.startswith("Bearer "):
+                return self._login
+            return self._token(fields, scope)
+        return self._login if isinstance(self._login, str) and "basic" in offered else None
 
     def _token(self, fields: Mapping[str, str], scope: str) -> str:
         realm = _joined(fields["realm"], "")
         if realm.scheme != "https" and not (realm.scheme == "http" and self.place.plain):
             raise RemoteError("its token service is not https")
-        pairs = [("service", fields["service"])] if "service" in fields else []
-        query = urlencode([*pairs, *(("scope", item) for item in scope.split(" "))])
-        query = f"{realm.query}&{query}" if realm.query else query
-        client, host = self._client(realm), quoted(realm.netloc)
-        response = client.ask("GET", f"{realm.path}?{query}", _with(None, self._login))
+        client, service = self._client(realm), fields.get("service", "")
+        response = token_service.ask(client, realm, service, scope, self._login)
         data = client.end(response)
         if response.status in (401, 403):
             raise self._refusal(response.status)
-        try:
-            document = strict_json.parse(data)
-            token = document.get("token") or document["access_token"]
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise RemoteError(f"its token service {host} returned no token") from None
-        if not isinstance(token, str) or not re.fullmatch(r"[\x21-\x7e]+", token):
-            raise RemoteError(f"its token service {host} returned an invalid token")
-        return f"Bearer {token}"
+        return f"Bearer {token_service.token(data, realm.netloc)}"
 
     def _demand(self, response: Response, *accepted: int, client: Client | None = None) -> None:
         if response.status in accepted:

@@ -90,6 +90,14 @@ def test_a_registry_is_found_in_the_file_of_docker(home: dict[str, str]) -> None
     assert auth.login("r.example", home) is None
 
 
+def test_a_refresh_token_precedes_the_placeholder_beside_it(home: dict[str, str]) -> None:
+    """Checks the entry that `docker login` writes for a registry whose token service issues such tokens."""
+    entry = {"auth": basic("0000-00:").removeprefix("Basic "), "identitytoken": "s3cret"}
+    Path(home["DOCKER_CONFIG"], "config.json").write_text(json.dumps({"auths": {"r.example": entry}}))
+    refresh = auth.login("r.example", home)
+    assert refresh == auth.RefreshToken("s3cret") and "s3cret" not in repr(refresh)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"auths": {}, "auths": {}}', '{"auths": 1}'])
 def test_a_damaged_file_of_docker_is_an_error(home: dict[str, str], text: str) -> None:
     path = Path(home["DOCKER_CONFIG"], "config.json")

@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from urllib.parse import parse_qs
 
 import pytest
 from urllib3.response import BaseHTTPResponse
@@ -267,6 +268,37 @@ def test_a_token_is_fetched_although_the_registry_also_offers_passwords() -> Non
     with serving(registry_and_tokens) as server, Registry(parse(f"oci://{server.url[7:]}/r")) as repository:
         assert repository.manifest("v1") is None
     assert asked[1] == "/token?account=x&service=s&scope=repository%3Ar%3Apull"
+
+
+def test_a_refresh_token_is_exchanged_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the login that `docker login` stores as `identitytoken`, in its file or in a helper."""
+    forms = list[dict[str, list[str]]]()
+
+    def registry_and_tokens(handler: Handler) -> bool:
+        if handler.path == "/oauth2/token?account=x":
+            forms.append(parse_qs(handler.body().decode()))
+            handler.answer(200, b'{"access_token": "t"}')
+        elif handler.headers.get("Authorization") == "Bearer t":
+            handler.answer(404)
+        else:
+            realm = f"http://{handler.headers['Host']}/oauth2/token?account=x"
+            handler.answer(401, extra={"WWW-Authenticate": f'Bearer realm="{realm}",service="s"'})
+        return True
+
+    helper = tmp_path / "docker-credential-tests"
+    helper.write_text('#!/bin/sh\necho \'{"Username": "<token>", "Secret": "a&b"}\'\n')
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with serving(registry_and_tokens) as server:
+        host = server.url[7:]
+        for content in ({"auths": {host: {"identitytoken": "a&b"}}}, {"credHelpers": {host: "tests"}}):
+            (tmp_path / "config.json").write_text(json.dumps(content))
+            with Registry(parse(f"oci://{host}/r")) as repository:
+                assert repository.manifest("v1") is None
+    expected = {"grant_type": "refresh_token", "refresh_token": "a&b", "client_id": "mlcbuild"}
+    form = {name: [value] for name, value in expected.items()}
+    assert forms == [{**form, "service": ["s"], "scope": ["repository:r:pull"]}] * 2
 
 
 @pytest.mark.parametrize(
