@@ -43,8 +43,7 @@ class _Scaled:
     @property
     def groups_align(self) -> bool:
         """Returns True if each group of 32 columns shares a scale, and rows are whole groups."""
-        columns, wide = self.weight.shape[1], self.block[1]
-        return columns % GROUP == 0 and (wide % GROUP == 0 or wide >= columns)
+        return self.weight.shape[1] % GROUP == 0 and self.block[1] % GROUP == 0
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
         rows = reader.values(self.weight, first, count)
