@@ -141,8 +141,12 @@ def test_4_bit_floats(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "form"), [("mx", "mxfp4"), ("nv", "nvfp4"), ("opt", "nvfp4")])
 def test_values_that_formats_keep(kind: str, form: str, tmp_path: Path) -> None:
     settings = {"quant_method": "modelopt" if kind == "opt" else "compressed-tensors", "kind": kind}
-    quantized(tmp_path / "m", settings, fp4(settings))
-    assert kept(tmp_path)["layers.1.mlp.down.weight"] == form
+    fields = {**SMALL, "intermediate_size": 128 if kind == "mx" else 144}
+    quantized(tmp_path / "m", settings, fp4(settings), fields)
+    formats = kept(tmp_path)
+    assert formats["layers.1.attn.o.weight"] == form
+    # 144 columns are whole groups of 16, but not of 32.
+    assert formats["layers.1.mlp.down.weight"] == (form if kind == "mx" else "f32")
 
 
 def gpt_oss(root: Path) -> tuple[models.ModelConfig, dict[str, Floats]]:

@@ -102,9 +102,11 @@ def test_rows_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("dtype", "form"), [("F8_E4M3", "e4m3"), ("F8_E5M2", "e5m2")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_floats_are_kept_with_their_scales(kind: str, dtype: str, form: str, tmp_path: Path) -> None:
-    quantized(tmp_path / "m", {"quant_method": "fp8"}, fp8(kind, dtype), SMALL)
+    fields = {**SMALL, "intermediate_size": 144}
+    quantized(tmp_path / "m", {"quant_method": "fp8"}, fp8(kind, dtype), fields)
     formats = kept(tmp_path)
     assert formats["layers.0.attn.o.weight"] == form
+    assert formats["layers.0.mlp.down.weight"] == "f32"  # 144 columns are no groups of 32
     assert formats["layers.0.attn.qkv.weight"] == "f32"  # keys and values are float32
 
 
@@ -117,14 +119,18 @@ def test_scales_of_parts_of_a_group_are_applied(code: str, form: str, tmp_path: 
     assert kept(tmp_path)["layers.0.attn.o.weight"] == form
 
 
-def test_floats_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    def with_nan(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Floats]:
-        parts, values = fp8("row")(random, rows, columns)
-        parts["weight"][1][0, 3] = 255
+@pytest.mark.parametrize(("dtype", "code"), [("F8_E4M3", 255), ("F8_E5M2", 124)])
+def test_floats_that_are_no_numbers_are_refused(dtype: str, code: int, tmp_path: Path) -> None:
+    """Checks a matrix that is stored as 8-bit floats and has a NaN or an infinite one."""
+
+    def with_code(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Floats]:
+        parts, values = fp8("row", dtype)(random, rows, columns)
+        if columns == SMALL["intermediate_size"]:
+            parts["weight"][1][0, 3] = code
         return parts, values
 
-    quantized(tmp_path / "m", {"quant_method": "fp8"}, with_nan, SMALL)
-    with pytest.raises(CheckpointError, match=r"it holds infinite or NaN weights"):
+    quantized(tmp_path / "m", {"quant_method": "fp8"}, with_code, SMALL)
+    with pytest.raises(CheckpointError, match=r"^layers\.0\.mlp\.down\.weight .*: it holds infinite or NaN"):
         kept(tmp_path)
 
 

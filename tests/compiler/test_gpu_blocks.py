@@ -4,6 +4,7 @@ transformers."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlcbuild_runtime.executor.executor import score
 from mlcbuild import quant
 from mlcbuild.bundles import reference
 from mlcbuild.compiler.gpu.emitter import Emitter, Make
+from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.compiler.gpu.launches import LaunchBuilder
 from mlcbuild.compiler.gpu.layer_launches import layer_launches
 from mlcbuild.compiler.gpu.shader_text import OPENCL
@@ -132,11 +134,15 @@ def test_a_token_reads_each_weight_once_in_few_launches(name: str, scheme: str, 
     assert len(builder.settle()) <= 1, "at most one launch after all layers"
 
 
+@dataclass
 class CountedLaunches(Emitter):
     """A builder of kernel launches whose kernels are never compiled; each is named after the function that
-    makes it."""
+    makes it. It records the descriptions of all matrix products, in the order of the launches."""
+
+    products: list[ProductSpec] = field(default_factory=list)
 
     def kernel(self, make: Make, *arguments: object) -> str:
+        self.products += [argument for argument in arguments[:1] if isinstance(argument, ProductSpec)]
         return make.__name__
 
     def launch(
@@ -161,12 +167,36 @@ def launches_of(layer: LayerSpec, is_first: bool) -> int:
     return count
 
 
+WITH_PAIRS = ("granitemoeshared", "qwen2_moe", "type deepseek_v2")
+"""Names of model types whose layers multiply the same rows with two matrices in one launch, unless a sum is
+still to be added to these rows."""
+
+
+def _with_norms_after(config: ModelConfig) -> ModelConfig:
+    """Returns a model whose layers also have norms after attention and feed-forward."""
+    layers = [replace(each, norms=replace(each.norms, after=each.norms.before)) for each in config.layers]
+    return replace(config, layers=tuple(layers))
+
+
+def test_the_first_sum_of_experts_replaces_what_a_norm_reads() -> None:
+    """Checks products that write the buffer `delta`, whose rows a norm reads: the first one of a layer
+    replaces them, later ones add to them."""
+    for name, rest in (("granitemoeshared", []), ("qwen2_moe", [True])):
+        config = _with_norms_after(experts_golden.golden(name).config)
+        emitter = CountedLaunches()
+        builder = LaunchBuilder(config, SCHEMES["q4f16_1"], Limits(**LIMITS), emitter=emitter)
+        layer_launches(builder, 0, config.layers[0], 1)
+        to_delta = [each.residual for each in emitter.products if each.outputs == config.hidden_size]
+        assert to_delta == [False, False, *rest], name
+
+
 def test_every_model_type_is_supported_and_takes_the_launches_of_the_guide(tmp_path: Path) -> None:
     configs = {name: experts_golden.golden(name).config for name in experts_golden.VARIANTS}
     configs |= {path.parent.name: golden(path.parent.name).config for path in GOLDENS}
     for name in typegoldens.NAMES:
         (tmp_path / name).mkdir()
         configs[f"type {name}"] = typegoldens.load(name, tmp_path / name).config
+    configs |= {f"{name}, norms after": _with_norms_after(configs[name]) for name in WITH_PAIRS}
     assert len(configs) > 60
     for name, config in configs.items():
         assert unsupported(config) == [], name

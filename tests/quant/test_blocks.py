@@ -98,7 +98,8 @@ def test_formats_of_several_types_hold_all_of_them() -> None:
         "q8_k",
     ]
     assert format_for({"F16"}) == "f16"
-    for types in ({"BF16"}, {"F16", "BF16"}, {"F32", "Q8_0"}, {"Q8_0", "Q6_K"}, {"I8"}):
+    mixed = ({"F32", "Q8_0"}, {"F16", "Q8_0"}, {"E4M3", "Q8_0"}, {"E4M3", "E5M2"}, {"Q8_0", "Q6_K"})
+    for types in ({"BF16"}, {"I8"}, {"F16", "BF16"}, *mixed):
         assert format_for(types) == "f32"
 
 
