@@ -167,8 +167,9 @@ def test_a_lost_device_is_named(webgpu_toy_bundle: Path) -> None:
     def fail() -> None:
         raise RuntimeError("once")
 
-    with pytest.raises(EngineError, match=r"failed: once$"):
+    with pytest.raises(EngineError, match=r"failed: once$") as caught:
         executor.device._guarded(fail)
+    assert not isinstance(caught.value, DeviceLostError)
     executor.device.device.destroy()
     with pytest.raises(DeviceLostError, match=r"failed: .*; restart the server$"):
         executor.step(step, [greedy])
