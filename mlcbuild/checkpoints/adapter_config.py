@@ -54,6 +54,9 @@ class AdapterConfig:
     matches have the adapter's general rank, `rank`.
     """
     alphas: Mapping[str, float] = field(default_factory=dict)
+    untied: frozenset[str] = frozenset()
+    """Last parts of the names of modules, such as "embed_tokens", of which the adapter has copies that share
+    no weights with other modules (modules_to_save without ensure_weight_tying)."""
 
     def rank_of(self, module: str) -> int:
         return _matching(self.ranks, module, self.rank)
@@ -97,7 +100,15 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         bool(values.get("use_dora")),
         values.get("rank_pattern") or {},
         values.get("alpha_pattern") or {},
+        _untied(values),
     )
+
+
+def _untied(values: Mapping[str, Any]) -> frozenset[str]:
+    modules = values.get("modules_to_save")
+    if values.get("ensure_weight_tying") or not isinstance(modules, list):
+        return frozenset()
+    return frozenset(str(module).rpartition(".")[2] for module in modules)
 
 
 def _problems(values: Mapping[str, Any]) -> list[str]:

@@ -41,6 +41,8 @@ _PREFIXES = (
 """Prefixes of tensor names, as pairs: (prefix in an adapter that was trained on a larger model, such as one
 with a vision tower, or on a model without its output matrix; prefix of the same tensors in the checkpoint).
 The first pair that leads to a tensor of the checkpoint counts."""
+_TABLES = ("embed_tokens", "wte")
+"""Last parts of the names of token embeddings in models whose output matrix is HEAD."""
 _DTYPES = ("F32", "F16", "BF16")
 _PRODUCTS = 1 << 15
 """Number of elements of the product of a LoRA adapter's factors that are computed at once; they stay in a
@@ -94,8 +96,9 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
     after the other when rows are read. Tensors that are changed become float32; the others are returned as
     they are. directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError for
     an adapter that is damaged or unsupported, does not fit the checkpoint, or replaces a tensor that an
-    adapter before it has changed or replaced; a change of a replaced tensor is allowed. An adapter's output
-    matrix is added to a checkpoint without one, in which it is the embedding."""
+    adapter before it has changed or replaced; a change of a replaced tensor is allowed. A checkpoint without
+    an output matrix, in which it is the embedding, gets that of an adapter, or the base's embedding if an
+    adapter replaces only the embedding of input tokens."""
     # Both are keyed by transformers' names: `name` of a tensor is its name in the checkpoint's files.
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)
@@ -113,6 +116,9 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
                     "one, or leave one of them out",
                 )
             merged[name] = tensor
+        for name in _untied_tables(adapter, aliases, tensors):
+            # As in PEFT, the output matrix stays the base's embedding.
+            merged.setdefault(HEAD, tensors[name])
         for module, parts in adapter.parts.items():
             name = aliases.get(f"{module}.weight", f"{module}.weight")
             base = _base(adapter, name, tensors)
@@ -122,6 +128,14 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
         load = partial(_merged, base, module_changes)
         merged[name] = ComputedTensor(base.name, "F32", base.shape, base.path, base.start, base.size, load)
     return merged
+
+
+def _untied_tables(adapter: Adapter, aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names in `tensors`, the checkpoint, of embeddings that an adapter replaces by a copy which
+    shares no weights with the output matrix. aliases: the adapter's name of a tensor -> that in `tensors`."""
+    tables = tuple(f"{module}.weight" for module in _TABLES if module in adapter.config.untied)
+    names = [aliases.get(name, name) for name in adapter.replaced_tensors]
+    return [name for name in names if name in tensors and name.endswith(tables)]
 
 
 def read_adapter(directory: Path, weight: float) -> Adapter:

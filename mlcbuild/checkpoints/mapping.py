@@ -292,5 +292,6 @@ def _untied(config: ModelConfig, embedding: ParameterSource, head: Tensor) -> li
                 return []
     return [
         f"{head.path}: tensor '{HEAD}' differs from '{embedding.pieces[0].name}', but config.json ties them; "
-        f"set tie_word_embeddings to false in config.json if '{HEAD}' is meant, else remove the tensor"
+        f"set tie_word_embeddings to false in config.json if '{HEAD}' is meant, else remove the tensor; an "
+        "adapter must replace both alike (PEFT's ensure_weight_tying)"
     ]

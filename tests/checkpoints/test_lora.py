@@ -290,6 +290,34 @@ def test_a_tied_embedding_may_be_replaced_together_with_the_output_matrix(prefix
         merging([(low, 1.0)], tensors(TINY / "model.safetensors"))
 
 
+def test_an_embedding_that_is_replaced_alone_is_no_longer_tied(project: Path) -> None:
+    """Checks that the output matrix stays the base's embedding, which a config that ties them refuses."""
+    base, name = tensors(TINY / "model.safetensors"), "model.embed_tokens.weight"
+    table, fields = np.full(base[name].shape, 0.5, np.float32), {"modules_to_save": ["embed_tokens"]}
+    place = adapter(project / "own", {name: entry(table, "F32")}, **fields)
+    tied = adapter(project / "tied", {name: entry(table, "F32")}, **fields, ensure_weight_tying=True)
+    assert "lm_head.weight" not in merging([(tied, 1.0)], base)
+    views = replace(PLAIN, adapted=partial(merging, [(place, 1.0)]))
+
+    def ends(is_tied: bool) -> list[NDArray[np.float32]]:
+        path = project / "tiny" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), "tie_word_embeddings": is_tied}))
+        out = project / str(is_tied)
+        normalise({}, {"checkpoint": project / "tiny"}, out)
+        config = models.from_json(json.loads((out / "config.json").read_bytes()))
+        located = locate(project / "tiny", config, exact_weights.read_tensor_names(out), views)
+        return [
+            rows(source.pieces[0], 64)
+            for source in located
+            if source.param.name in ("embed.weight", "lm_head.weight")
+        ]
+
+    embedding, head = ends(is_tied=False)
+    assert np.array_equal(embedding, table) and np.array_equal(head, rows(base[name], 64))
+    with pytest.raises(CheckpointError, match=r"config\.json ties them"):
+        ends(is_tied=True)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
