@@ -116,10 +116,9 @@ class Link:
         this run.
 
         Objects that the remote has are not sent again, unless they were damaged; but a signed record replaces
-        the same one without a signature. After three damaged objects
-        in this run, all blobs, and the records that prove to be wrong, are sent again. stop: event that
-        cancels the upload. Raises CancelledError if `stop` is set.
-        """
+        the same one without a signature. After three damaged objects in this run, all blobs, and the records
+        that prove to be wrong, are sent again. stop: event that cancels the upload. Raises CancelledError if
+        `stop` is set."""
         if self.unwritten:
             return False
         try:

@@ -42,9 +42,9 @@ class ClientStream:
     def __init__(
         self, request: Request, sink: Sink, ticket: Ticket, tokenizer: Tokenizer, ignore_eos: bool
     ) -> None:
-        """Creates the text stream and the stopwatch of one answer. request: what the client
-        requested; sink: function that receives the answer's events; ticket: handle with which the client
-        cancels or pauses the request; ignore_eos: True if end-of-sequence tokens do not end the answer."""
+        """Creates the text stream and the stopwatch of one answer. request: what the client requested; sink:
+        function that receives the answer's events; ticket: handle with which the client cancels or pauses the
+        request; ignore_eos: True if end-of-sequence tokens do not end the answer."""
         self.ticket, self.eos = ticket, tokenizer.eos
         self._ends = (frozenset[int]() if ignore_eos else tokenizer.eos) | set(request.stop_tokens)
         self.stopwatch = Stopwatch()

@@ -95,7 +95,7 @@ def _work_for_ever(inbox: SimpleQueue[Task]) -> None:
         assert task.work is not None
         try:
             task.work()
-        except BaseException:  # It is none of Python's where a Rust library panics; the thread must survive.
+        except BaseException:  # A panic of a Rust library is no Exception; the thread must survive.
             log.exception("the work of a thread has failed")
         task.work = None  # A reference here would keep a model in memory.
         with _lock:
