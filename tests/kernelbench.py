@@ -186,7 +186,7 @@ def activations(x: Tensor, scheme: Storage) -> Floats:
     largest = np.abs(_groups(x)).max(-1, keepdims=True)
     step = np.where(largest > 0, largest / 127, 1)
     if scheme.bits == 4:
-        step = np.exp2(np.ceil(np.log2(step)).clip(-100, 112))
+        step = np.exp2(np.ceil(np.log2(step)).clip(-100, 104))
     rounded: Floats = (np.rint(_groups(x) / step) * step).reshape(len(x), -1)[:, : x.shape[1]]
     return rounded
 

@@ -98,6 +98,7 @@ def test_vectors_are_not_longer_than_the_target_has() -> None:
         ("avxvnni", "q8a8_1", r"\{vex\}\s+vpdpbusd\s.*%ymm"),
         ("avx512vnni", "q8a8_1", r"vpdpbusd\s.*%zmm"),
         ("avx512", "q8a8_1", r"vpmaddwd\s.*%zmm"),
+        ("avx2", "q5a8_1", r"vpmaddubsw\s.*%ymm"),
         ("avx2", "q8a8_1", r"vpmaddwd\s.*%ymm"),
         ("portable", "q8a8_1", r"pm(?:ullw|addwd)\s.*%xmm"),
         ("avx512", "q4f16_1", r"vfmadd\d+ps\s.*%zmm"),
@@ -159,3 +160,15 @@ def test_other_architectures(target: Target, instruction: str, names: tuple[str,
     asm = kernelbench.compiled(target, functions).asm
     assert re.search(instruction, asm)
     assert kernelbench.libraries_called(asm) == set()
+
+
+def test_prompts_are_multiplied_in_registers() -> None:
+    """Checks that LLVM keeps the order of a register tile's products with AVX2. It needs all 16 registers; in
+    another order dozens of vectors would be stored in memory and loaded again."""
+    code = module("avx2").code(product_kernel("avx2", "q4a8_1", MODEL))
+    lines = [line for line in code.splitlines() if re.match(r"\s+[a-z]|\.LBB", line)]
+    last = max(i for i, line in enumerate(lines) if "vpmaddubsw" in line)
+    start = max(i for i, line in enumerate(lines[:last]) if line.startswith("."))
+    loop = lines[start : last + 1]
+    assert sum("vpmaddubsw" in line for line in loop) == 48
+    assert sum(bool(re.search(r"vmov\w+\s+%ymm\d+, .*%rsp", line)) for line in loop) <= 4

@@ -69,12 +69,17 @@ V3_CMAKE = ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C
 V3_VARIABLES: Mapping[str, Mapping[str, str]] = {
     "llama": {},
     "ik": {},
-    "ctranslate2": {"CT2_FORCE_CPU_ISA": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "ctranslate2": {
+        "CT2_FORCE_CPU_ISA": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
     "openvino": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
 """Name of a compared engine -> environment variables with which it uses AVX2 and nothing newer; {} if the
 limit is set when the engine is built (V3_CMAKE). An engine without an entry has no such setting and is not
-measured under this limit. CTranslate2 and OpenVINO multiply by oneDNN, which needs a variable of its own."""
+measured under this limit. CTranslate2 and OpenVINO multiply by oneDNN, and CTranslate2 by MKL on Intel's
+processors, which need variables of their own."""
 IK = "ik"
 """Name of the compared engine ik_llama.cpp. It is built from a source directory by ik_library.py, because no
 package index has it.

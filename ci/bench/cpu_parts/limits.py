@@ -157,7 +157,7 @@ def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
         out = argument("out", (parts, tile.products * count), kind)
         weights = argument("weights", (WEIGHT_ROWS, tile.columns * isa.lanes), "int32")
         activations = argument("activations", (tile.rows,), "int32")
-        with T.sblock("dots"), T.parallel(i64(parts)) as part:
+        with T.sblock("dots"), form.adding(), T.parallel(i64(parts)) as part:
             right = [T.bind(activations[row]) for row in range(tile.rows)]
             zero = T.Cast(typed(kind, count), i32(0, count))
             sums = [[register(zero, count, kind) for _ in right] for _ in range(tile.columns)]

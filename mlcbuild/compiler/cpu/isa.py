@@ -17,7 +17,7 @@ Dot = Literal["vpdpbusd", "pmaddubsw", "sdot", "mul16"]
 activations. Weights of more bits may need another one, which dot.Products.way chooses.
 
 vpdpbusd   x86 VNNI: adds four byte products to each int32 lane.
-pmaddubsw  x86: adds pairs of byte products to int16 lanes, which hold a group of 32 and are widened once.
+pmaddubsw  x86: adds pairs of byte products to int16 lanes, which hold a group of 32 4-bit weights.
 sdot       Arm: adds four byte products to each int32 lane.
 mul16      no special instruction: activations are int16, and int16 lanes hold the sum of a group.
 """
@@ -139,7 +139,7 @@ ISAS: tuple[ISA, ...] = (
         stream_rows=2,
         batch=4,
         dot_batch=4,
-        dot_tile=(2, 2),
+        dot_tile=(3, 2),
     ),
     replace(
         _NEON,

@@ -10,8 +10,9 @@ products. Sums over a group are exact. Stored weights are too large by `offset`,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Expr
@@ -61,6 +62,17 @@ def looked_up(codes: Expr, table: Sequence[int], dtype: str, lanes: int) -> Expr
     return values[0]
 
 
+_IN_ORDER = """
+define linkonce_odr <{0} x i16> @mlcbuild_in_order(<{0} x i16> %sums) alwaysinline nounwind {{
+  %same = call <{0} x i16> asm sideeffect "", "=v,0"(<{0} x i16> %sums) memory(none)
+  ret <{0} x i16> %same
+}}
+"""
+"""LLVM code of a function that returns its argument, a vector of int16 lanes, and keeps LLVM from reordering
+the products that are added. Otherwise it adds them as a tree, and computes one column of a register tile
+after the other, for which a tile of 3 x 2 vectors needs more than the 16 registers of AVX2."""
+
+
 @dataclass(frozen=True)
 class Products:
     """The instructions by which an instruction set multiplies weights of a given number of bits with
@@ -79,12 +91,12 @@ class Products:
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
         """Returns the name of the way in which weights are multiplied with activations. It is that of the
-        instruction set, such as "vpdpbusd" (`ISA.dot`), except for weights of more than 4 bits where its
-        int16 sums are too narrow: "pmaddwd" instead of "pmaddubsw" adds pairs of int16 products to int32
-        lanes in one instruction, "widening" instead of "mul16" multiplies in int16 lanes and adds pairs of
-        products to int32 lanes with several.
+        instruction set, such as "vpdpbusd" (`ISA.dot`), except for weights whose products its int16 lanes do
+        not hold: "pmaddwd" instead of "pmaddubsw" for 8 bits adds pairs of int16 products to int32 lanes in
+        one instruction, "widening" instead of "mul16" for 5 bits and more multiplies in int16 lanes and adds
+        pairs of products to int32 lanes with several.
         """
-        if self.bits <= 4 and self.table is None:
+        if self.table is None and self.bits <= (6 if self.isa.dot == "pmaddubsw" else 4):
             return self.isa.dot
         wide: dict[Dot, Literal["pmaddwd", "widening"]] = {"pmaddubsw": "pmaddwd", "mul16": "widening"}
         return wide.get(self.isa.dot, self.isa.dot)
@@ -99,10 +111,18 @@ class Products:
 
     @property
     def narrow(self) -> bool:
-        """Returns True if the products of a group of 32 weights are summed in int16 lanes, twice as many as
-        int32 lanes.
+        """Returns True if products are summed in int16 lanes, twice as many as int32 lanes, before the sums
+        are widened to int32.
         """
         return self.way in ("pmaddubsw", "mul16")
+
+    @property
+    def run(self) -> int:
+        """Returns the number of quads whose products are summed before the sums are widened: all 8 of a group
+        if int16 lanes hold them, as for 4 bits (16 * 15 * 127 = 30480), or if sums are int32; 4 for 5 bits
+        (8 * 31 * 127 = 31496), 2 for 6 bits (4 * 63 * 127 = 32004).
+        """
+        return 16 >> max(self.bits - 3, 1) if self.narrow else QUADS
 
     @property
     def offset(self) -> int:
@@ -198,11 +218,17 @@ class Products:
         bytes_of = [T.reinterpret("int8x16", operand) for operand in (activations, weights)]
         return intrinsic("int32x4", "llvm.aarch64.neon.smmla", total, *bytes_of)
 
+    def adding(self) -> AbstractContextManager[None]:
+        """Returns a context manager without a value, inside which code of `step` must be emitted."""
+        if self.way != "pmaddubsw":
+            return nullcontext()
+        text = _IN_ORDER.format(2 * self.isa.lanes)
+        return cast(AbstractContextManager[None], T.attr(T.int32(0), "pragma_import_llvm", text))
+
     def start(self, correction: Expr) -> Expr:
         """Returns the vector from which the products of a group of 32 weights with activations are summed.
-        Every lane is the correction for weights that are stored with an offset; or 0 in int16 lanes, which
-        are just wide enough for the products (at most 16 * 15 * 127 = 30480) and get the correction at the
-        end.
+        Every lane is the correction for weights that are stored with an offset; or 0 in int16 lanes, whose
+        sums get the correction when they have been widened.
         """
         if self.narrow:
             return splat(T.int16(0), 2 * self.isa.lanes)
@@ -224,22 +250,19 @@ class Products:
             return total + (w * a if self.way == "mul16" else self._pair_sums(w * a))
         w, a = (T.reinterpret(typed("int8", 4 * lanes), operand) for operand in both)
         if self.way == "pmaddubsw":
-            return total + intrinsic(typed("int16", 2 * lanes), _PAIRS_OF_BYTES[lanes], w, a)
+            kind = typed("int16", 2 * lanes)
+            total += intrinsic(kind, _PAIRS_OF_BYTES[lanes], w, a)
+            return T.call_extern(kind, "mlcbuild_in_order", total)
         return intrinsic(typed("int32", lanes), _QUADS_OF_BYTES[self.way, lanes], total, w, a)
 
-    def finish(self, total: Expr, correction: Expr) -> Expr:
-        """Returns the finished sums of a group of 32 weights, an int32 vector with a lane for each row of
-        weights. total: the vector in which they were summed; correction: int32 that is added if the sums did
-        not start with it.
-        """
+    def widened(self, total: Expr) -> Expr:
+        """Returns sums of products as an int32 vector with a lane for each row of weights. total: the vector
+        in which they were summed, from `start` on."""
         lanes = self.isa.lanes
         if self.way == "pmaddubsw":
             ones = splat(T.int16(1), 2 * lanes)
-            wide = intrinsic(typed("int32", lanes), _PAIRS_OF_WORDS[lanes], total, ones)
-            return wide + splat(correction, lanes)
-        if self.way == "mul16":
-            return self._pair_sums(total) + splat(correction, lanes)
-        return total
+            return intrinsic(typed("int32", lanes), _PAIRS_OF_WORDS[lanes], total, ones)
+        return self._pair_sums(total) if self.narrow else total
 
     def _pair_sums(self, words: Expr) -> Expr:
         """Returns the sums of neighbouring int16 lanes of `words` as int32 lanes, half as many."""

@@ -7,14 +7,16 @@ them: rows of x that are multiplied two at a time get the same bits as a row alo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
 from mlcbuild.compiler.cpu.kernels.tiled_matrix import TiledMatrix
-from mlcbuild.compiler.cpu.kernels.vectors import Register, fma, register, shuffle, splat, typed
+from mlcbuild.compiler.cpu.kernels.vectors import Register, fma, register, shuffle, splat
 from mlcbuild.quant.groups import QUADS
 
 
@@ -72,16 +74,16 @@ def add_group(
     """
     isa, form, records = x.matrix.isa, x.matrix.records, x.records
     products = _pair_products if paired(x.matrix, len(x.rows)) else _quad_products
-    for half in range(form.halves):
-        totals = products(x, group, half, columns)
-        for i, row in enumerate(x.rows):
-            for c, column in enumerate(columns):
-                sums, factor = T.Cast(typed("float32", isa.lanes), totals[i][c]), column.scales[half]
-                factor = form.scaled(records, row, group, factor)
-                acc[i][c].set(fma(sums, factor, acc[i][c].value, isa.lanes))
-                if form.sums:
-                    weight = splat(form.sum(records, row, group, half), isa.lanes)
-                    acc[i][c].set(fma(column.minima[half], weight, acc[i][c].value, isa.lanes))
+    with x.matrix.dot.adding():
+        for half in range(form.halves):
+            totals = products(x, group, half, columns)
+            for i, row in enumerate(x.rows):
+                for c, column in enumerate(columns):
+                    sums, scales = form.factors(records, row, group, totals[i][c], column.scales[half])
+                    acc[i][c].set(fma(sums, scales, acc[i][c].value, isa.lanes))
+                    if form.sums:
+                        weight = splat(form.sum(records, row, group, half), isa.lanes)
+                        acc[i][c].set(fma(column.minima[half], weight, acc[i][c].value, isa.lanes))
 
 
 def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
@@ -93,17 +95,23 @@ def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[
     isa, form, products = x.matrix.isa, x.matrix.records, x.matrix.dot
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
     corrections = [form.correction(x.records, row, group, half) for row in x.rows]
-    totals = [[register(products.start(c), count, kind) for _ in columns] for c in corrections]
-    for quad in range(half * QUADS // form.halves, (half + 1) * QUADS // form.halves):
-        for i, row in enumerate(x.rows):
-            activations = form.activations(x.records, row, group, quad)
-            for c, column in enumerate(columns):
-                for operand, a in zip(column.operands[quad], activations, strict=True):
-                    total = totals[i][c]
-                    total.set(products.step(total.value, operand, a))
+    size = QUADS // form.halves
+    sums: list[list[list[Expr]]] = []
+    for first in range(half * size, (half + 1) * size, products.run):
+        totals = [[register(products.start(c), count, kind) for _ in columns] for c in corrections]
+        for quad in range(first, min(first + products.run, (half + 1) * size)):
+            for i, row in enumerate(x.rows):
+                activations = form.activations(x.records, row, group, quad)
+                for c, column in enumerate(columns):
+                    for operand, a in zip(column.operands[quad], activations, strict=True):
+                        total = totals[i][c]
+                        total.set(products.step(total.value, operand, a))
+        sums.append([[T.bind(products.widened(total.value)) for total in line] for line in totals])
+    if products.narrow and (products.offset or form.powers):
+        sums.append([[splat(correction, isa.lanes) for _ in columns] for correction in corrections])
     return [
-        [products.finish(total.value, correction) for total in line]
-        for line, correction in zip(totals, corrections, strict=True)
+        [reduce(operator.add, cells) for cells in zip(*lines, strict=True)]
+        for lines in zip(*sums, strict=True)
     ]
 
 

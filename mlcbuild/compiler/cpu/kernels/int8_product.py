@@ -301,7 +301,7 @@ def stream_tile(
 def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
     """Emits the float32 accumulators for products of rows of x with weight rows, and returns them as
     [row][vector]. They start at 0; with power-of-two scales of activations, at NaN for a row with a NaN or a
-    value above 127 * 2**112. rows: indices of the rows of x; vectors: number of vectors, each with one weight
+    value above 127 * 2**104. rows: indices of the rows of x; vectors: number of vectors, each with one weight
     row per lane."""
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]

@@ -6,11 +6,12 @@ corrections: -offset times the sum of int8 activations, since stored weights are
 for weights with minima, sums of activations. scale = max |x| / 127; values are rounded to nearest even; K is
 padded with zeros to whole groups.
 
-For 4-bit weights with one scale per group and no minima the scale is rounded up to a power of two. It is
-stored as the integer that, added to the bits of a float32, multiplies it by the scale: an integer addition,
-for which processors have units that the products do not use. This doubles the squared error of activations on
-average, which is then 0.4 % of the error of such weights (with 5- and 8-bit weights it would be 2 % and as
-much as 100 %).
+For 4-bit weights with one scale per group and no minima the scale is rounded up to a power of two. Then
+1.5 * 2**23 times the scale is stored in its place, and its bits are added to the correction. So the corrected
+integer sum of a group, read as a float32, is (1.5 * 2**23 + sum) * scale, and one subtraction leaves the
+scaled sum: no conversion and no multiplication. This doubles the squared error of activations on average,
+which is then 0.4 % of the error of such weights (with 5- and 8-bit weights it would be 2 % and as much as
+100 %).
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _ROUNDER = 12582912.0
 """1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits of the sum."""
 _ROUNDER_BITS = 0x4B400000
 _ONE, _FRACTION = 0x3F800000, 0x007FFFFF
-_LEAST, _MOST = -100, 112
-"""Smallest and largest base-2 exponent of the power-of-two scales of activations. A scale in this range,
-times any float16 scale of weights (2**-24 to 65504), is a normal float32 number."""
-_TOO_LARGE = 0x7AFE0000
-"""The bits of 127 * 2**112 as a float32, the largest activation that int8 codes with power-of-two scales
+_LEAST, _MOST = -100, 104
+"""Smallest and largest base-2 exponent of the power-of-two scales of activations. With a scale in this range,
+all sums of a group are normal float32 numbers, and so is 1.5 * 2**23 times the scale."""
+_TOO_LARGE = 0x76FE0000
+"""The bits of 127 * 2**104 as a float32, the largest activation that int8 codes with power-of-two scales
 represent.
 """
 _NAN = 0x7FC00000
@@ -131,20 +132,21 @@ class Records:
     def start(self, records: Buffer, row: Expr) -> Expr:
         """Returns the float32 from which the sums of a product start for a row of activations: 0, or NaN if
         the scales are powers of two and cannot represent the row, because it has a NaN or an absolute value
-        above 127 * 2**112.
+        above 127 * 2**104.
         """
         return T.reinterpret("float32", records[row, self.groups * self.step]) if self.powers else f32(0)
 
-    def scaled(self, records: Buffer, row: Expr, group: Expr, scales: Expr) -> Expr:
-        """Returns the vector `scales`, float32 scales of weights, multiplied by the scale of a row's
-        activations in the same group. With power-of-two scales of activations, which are added to exponents,
-        no element of `scales` may be 0.
+    def factors(self, records: Buffer, row: Expr, group: Expr, sums: Expr, scales: Expr) -> tuple[Expr, Expr]:
+        """Returns two float32 vectors whose products are the sums of a group, with the scales of weights and
+        activations applied. sums: int32 vector of products of a row's activations with weights, corrected;
+        with power-of-two scales it contains the bits of 1.5 * 2**23 times the scale (see the module's
+        docstring). scales: float32 vector, the scales of the weights.
         """
-        lanes, stored = self.isa.lanes, records[row, self.place(group, 0)]
-        if not self.powers:
-            return scales * splat(T.reinterpret("float32", stored), lanes)
-        bits = T.reinterpret(typed("int32", lanes), scales) + splat(stored, lanes)
-        return T.reinterpret(typed("float32", lanes), bits)
+        floats, lanes = typed("float32", self.isa.lanes), self.isa.lanes
+        stored = splat(T.reinterpret("float32", records[row, self.place(group, 0)]), lanes)
+        if self.powers:
+            return T.reinterpret(floats, sums) - stored, scales
+        return T.Cast(floats, sums), scales * stored
 
     def correction(self, records: Buffer, row: Expr, group: Expr, half: int = 0) -> Expr:
         return records[row, self.place(group, 1 + half)]
@@ -223,7 +225,8 @@ def _quantize_group(
         _store_quads(form, records, row, first + v * (lanes // 4) * form.dot.parts, quantized)
     T.buffer_store(records, scale, [row, form.place(group, 0)])
     for half, total in enumerate(totals):
-        T.buffer_store(records, total * -form.dot.offset, [row, form.place(group, 1 + half)])
+        correction = total * -form.dot.offset + (scale if form.powers else 0)
+        T.buffer_store(records, correction, [row, form.place(group, 1 + half)])
         if form.sums:
             weighted = T.reinterpret("int32", T.Cast("float32", total) * T.reinterpret("float32", scale))
             T.buffer_store(records, weighted, [row, form.place(group, 1 + form.halves + half)])
@@ -242,13 +245,14 @@ def _quotient(largest: Expr) -> tuple[Expr, Expr]:
 
 def _power(largest: Expr) -> tuple[Expr, Expr]:
     """Returns the scale of a group of activations, max |x| / 127 rounded up to a power of two and limited to
-    2**-100 .. 2**112 (2**112 if max |x| is NaN), and the scale's inverse as float32. The scale is an int32
-    that multiplies a float32 by it when added to the float32's bits. largest: the float32 bits of max |x|.
+    2**-100 .. 2**104 (2**104 if max |x| is NaN). The result is (the float32 bits of 1.5 * 2**23 times the
+    scale, as an int32; the scale's inverse as float32). largest: the float32 bits of max |x|.
     """
     quotient = T.reinterpret("int32", T.reinterpret("float32", largest) * f32(1 / 127))
     bounded = T.max(i32(_ONE + (_LEAST << 23)), T.min(quotient, i32(_ONE + (_MOST << 23))))
     power = T.bind((bounded + i32(_FRACTION)) & i32(0xFF800000))
-    return power - i32(_ONE), T.bind(T.reinterpret("float32", i32(2 * _ONE) - power))
+    scale = T.bind(power + i32(_ROUNDER_BITS - _ONE))
+    return scale, T.bind(T.reinterpret("float32", i32(2 * _ONE) - power))
 
 
 def _tree(values: list[Expr], join: Callable[[Expr, Expr], Expr]) -> Expr:

@@ -16,10 +16,11 @@ from mlcbuild.quant import Storage
 from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
 from mlcbuild.quant.groups import GROUP, TILE_ROWS
 
-BLOCK_GROUPS = 16
-"""Maximum number of groups of 32 weight columns that are unpacked into a buffer at a time: of two tiles of 16
-rows they take 16 KiB, half of a small L1 cache. On a core of Zen 5, 8 and 32 groups take the same time within
-4 % (`ci/bench/constants`)."""
+BLOCK_GROUPS = 32
+"""Maximum number of groups of 32 weight columns that are unpacked into a buffer at a time: of 16 weight rows
+they take 16 KiB, half of a small L1 cache. With 16, results of 576 columns are computed in two parts, and a
+prompt takes 10 % longer with AVX2 on a core of Sapphire Rapids; 24 and 48 differ by less than 3 %
+(`ci/bench/constants`)."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class TiledMatrix:
     @property
     def block_groups(self) -> int:
         """Returns the number of groups of 32 weight columns that are unpacked into a scratch buffer at a
-        time: at most 16, chosen so that all parts of a row have nearly equal size.
+        time: at most 32, chosen so that all parts of a row have nearly equal size.
         """
         groups = self.records.groups
         return -(-groups // -(-groups // BLOCK_GROUPS))
