@@ -29,7 +29,6 @@ weight as mlcbuild's 4-bit scheme.
 """
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=ON",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_BUILD_TOOLS=ON",
@@ -66,7 +65,7 @@ class Running:
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competitor]:
+def prepare(directory: Path, schemes: list[str], threads: int, target: str) -> list[Competitor]:
     """Creates missing environments, models and server programs below `directory`, and returns the servers to
     compare, which are not started: mlcbuild's with each of the quantization schemes, then llama.cpp's with
     each of its formats, with and without flash attention. llama.cpp's are left out if its GGUF file could not
@@ -79,9 +78,10 @@ def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competito
     return listed
 
 
-def _llama(directory: Path, threads: int) -> list[Competitor]:
-    server = _llama_server(directory)
-    python = str(directory / "environments" / "llama" / "bin" / "python")
+def _llama(directory: Path, threads: int, target: str) -> list[Competitor]:
+    server = _llama_server(directory, target)
+    environment = "llama" if target == "host" else f"llama-{target}"
+    python = str(directory / "environments" / environment / "bin" / "python")
     limits = ("-c", str(CONTEXT * SLOTS), "-np", str(SLOTS), "-t", str(threads), "-tb", str(threads))
     quiet = ("--no-webui", "--log-disable", "--host", "127.0.0.1")
     return [
@@ -123,16 +123,16 @@ def _gguf(area: Path, python: str, form: str) -> Path:
     return created
 
 
-def _ours(area: Path, schemes: list[str], threads: int) -> list[Competitor]:
-    recipe = area / "serve.yaml"
+def _ours(area: Path, schemes: list[str], threads: int, target: str) -> list[Competitor]:
+    recipe, bundles = area / "serve.yaml", "serve" if target == "host" else f"serve-{target}"
     recipe.write_text(
         "version: 1\n"
         "models: {random: ./checkpoint}\n"
         f"quantizations: [{', '.join(schemes)}]\n"
-        "targets: [host]\n"
+        f"targets: [{target}]\n"
         f"compile: {{context_window: {CONTEXT}, prefill_chunk: 512, max_batch: {SLOTS}}}\n"
         'verify: {prompts: ["0123456789 abcdefghijkl"]}\n'
-        'bundle: {output: "serve/{quantization}"}\n'
+        f'bundle: {{output: "{bundles}/{{quantization}}"}}\n'
     )
     command = [sys.executable, "-m", "mlcbuild", "run", str(recipe), "--store", str(area.parent / "store")]
     subprocess.run(command, check=True, env=engines.environment(engines.OURS), stdout=subprocess.DEVNULL)
@@ -141,7 +141,7 @@ def _ours(area: Path, schemes: list[str], threads: int) -> list[Competitor]:
     return [
         Competitor(
             f"ours {scheme}",
-            (*start, str(area / "serve" / scheme), "--threads", str(threads), "--port"),
+            (*start, str(area / bundles / scheme), "--threads", str(threads), "--port"),
             True,
             variables,
         )
@@ -149,10 +149,12 @@ def _ours(area: Path, schemes: list[str], threads: int) -> list[Competitor]:
     ]
 
 
-def _llama_server(directory: Path) -> str:
-    """Returns the path of llama.cpp's server, built for this machine from the source that llama-cpp-python
-    brings. Downloads and builds it if it is missing; raises CalledProcessError if that fails."""
-    area = directory / "llama-server"
+def _llama_server(directory: Path, target: str) -> str:
+    """Returns the path of llama.cpp's server, built for this machine, or for AVX2 and nothing newer, from the
+    source that llama-cpp-python brings. Downloads and builds it if it is missing; raises CalledProcessError
+    if that fails."""
+    area = directory / ("llama-server" if target == "host" else f"llama-server-{target}")
+    processor = ("-DGGML_NATIVE=ON",) if target == "host" else engines.V3_CMAKE
     created = area / "build" / "bin" / "llama-server"
     if not created.is_file():
         print("building llama.cpp's server: this takes a while ...", flush=True)
@@ -164,7 +166,7 @@ def _llama_server(directory: Path) -> str:
             archive.extractall(area / "source", filter="data")
         source = next((area / "source").glob("*/vendor/llama.cpp"))
         with (area / "build.log").open("wb") as log:
-            configure = ["cmake", "-S", str(source), "-B", str(area / "build"), *CMAKE]
+            configure = ["cmake", "-S", str(source), "-B", str(area / "build"), *CMAKE, *processor]
             # The compiler that compiles its kernels correctly, as for the engine of ci/bench/cpu.
             variables = {**os.environ, **engines.PEERS["llama"].environment}
             subprocess.run(configure, check=True, stdout=log, stderr=log, env=variables)
