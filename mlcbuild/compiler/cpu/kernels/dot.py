@@ -158,9 +158,15 @@ class Products:
         """
         return 8 // low_bits(self.bits)
 
+    def unpacked_order(self, quads: Sequence[int]) -> list[int]:
+        """Returns quads (four consecutive columns) of a group in an order in which those whose codes share
+        bytes follow each other, so that few registers hold packed codes."""
+        lines = QUADS // self.fields
+        return sorted(quads, key=lambda quad: (quad % lines, quad))
+
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
-        """Emits code that unpacks weight codes into operands of the dot-product instruction. Returns a list
-        for each quad (four consecutive columns) in `packed`: its one or two operands, int32 vectors with a
+        """Returns the operands of the dot-product instruction that are unpacked from weight codes: a list for
+        each quad (four consecutive columns) in `packed`, with its one or two operands, int32 vectors with a
         lane for each weight row. packed: one int32 vector, with four bytes for each row; j: its index among
         the vectors that hold the low bits of the codes of a group of 32 columns; high: the group's vectors
         that hold the other bits of its codes, empty if there are none.
@@ -168,7 +174,7 @@ class Products:
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
             flipped = packed ^ i32(0x80808080, lanes) if self.way == "sdot" else packed
-            return [[T.bind(flipped)]]
+            return [[flipped]]
         every = 0x00010001 if self.parts == 2 else 0x01010101
         width = 8 // self.fields
 
@@ -179,7 +185,7 @@ class Products:
                 line, place = divmod(bits * (j + QUADS // self.fields * field), 8)
                 above = moved(high[line], place + 8 * part - width, lanes)
                 value = value | (above & i32(((2**bits - 1) << width) * every, lanes))
-            return T.bind(value if self.table is None else self._looked_up(T.bind(value), self.table))
+            return value if self.table is None else self._looked_up(value, self.table)
 
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
 

@@ -96,14 +96,17 @@ def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
     corrections = [form.correction(x.records, row, group, half) for row in x.rows]
     size = QUADS // form.halves
+    quads = products.unpacked_order(range(half * size, (half + 1) * size))
     sums: list[list[list[Expr]]] = []
-    for first in range(half * size, (half + 1) * size, products.run):
+    for first in range(0, size, products.run):
         totals = [[register(products.start(c), count, kind) for _ in columns] for c in corrections]
-        for quad in range(first, min(first + products.run, (half + 1) * size)):
+        for quad in quads[first : first + products.run]:
+            # Unpacked just before they are used: eight quads would not fit the registers.
+            operands = [[T.bind(operand) for operand in column.operands[quad]] for column in columns]
             for i, row in enumerate(x.rows):
                 activations = form.activations(x.records, row, group, quad)
-                for c, column in enumerate(columns):
-                    for operand, a in zip(column.operands[quad], activations, strict=True):
+                for c, weights in enumerate(operands):
+                    for operand, a in zip(weights, activations, strict=True):
                         total = totals[i][c]
                         total.set(products.step(total.value, operand, a))
         sums.append([[T.bind(products.widened(total.value)) for total in line] for line in totals])

@@ -52,10 +52,8 @@ TinyLlama's shape 8 % faster (`ci/bench/cpu`, one thread). On a core of Zen 5, d
 take the same time within 4 % (`ci/bench/constants`)."""
 STREAMED_BATCHES = 6
 """Maximum number of batches of rows of x for which weights are not unpacked into a buffer first, on
-instruction sets with few registers; others never unpack them. With AVX2 on a core of Zen 5, unpacking takes
-up to 43 % longer for 8 rows (2 batches), and between 15 % less and 7 % longer for 24 (`ci/bench/constants
---isa avx2`).
-"""
+instruction sets with few registers. With AVX2, unpacking takes 8 % longer for 16 rows (4 batches) on a core
+of Sapphire Rapids, up to 15 % less for 24 on one of Zen 5 (`ci/bench/constants --isa avx2`)."""
 FEW, FEW_FIXED = 32, 92
 """FEW: number of rows of x up to which FEW_FIXED percent of the tiles are assigned to cores statically,
 instead of 75 percent: memory bandwidth is the limit, so the core that uses weights must also prefetch them.
@@ -284,13 +282,16 @@ def stream_tile(
     places = rows if places is None else places
     matrix, isa = call.matrix, call.isa
     acc = _sums(call, rows, matrix.vectors)
-    with T.serial(0, i64(matrix.records.groups)) as group:
-        _fetch(call, tile, group, len(rows) == 1)
-        for vector in range(matrix.vectors):
-            columns = [call.column(tile, group, vector, paired(call.matrix, len(rows)))]
-            add_group(
-                ActivationRows(call.matrix, call.records, rows), group, columns, [[r[vector]] for r in acc]
-            )
+    x, parts = ActivationRows(matrix, call.records, rows), [range(matrix.vectors)]
+    if isa.lanes == 8 and len(rows) > 1:  # 16 registers hold the sums of one vector of weight rows.
+        parts = [range(vector, vector + 1) for vector in range(matrix.vectors)]
+    for part in parts:
+        with T.serial(0, i64(matrix.records.groups)) as group:
+            if part.start == 0:
+                _fetch(call, tile, group, len(rows) == 1)
+            for vector in part:
+                column = call.column(tile, group, vector, paired(matrix, len(rows)))
+                add_group(x, group, [column], [[line[vector]] for line in acc])
     for i, cells in enumerate(acc):
         with once(places, i):
             for vector, cell in enumerate(cells):
