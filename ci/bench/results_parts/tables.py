@@ -19,6 +19,7 @@ TOOLS = {
     "ctranslate2": "CTranslate2",
     "onnxruntime": "onnxruntime-genai",
     "openvino": "OpenVINO",
+    "vllm": "vLLM",
 }
 """First word of a compared engine's name in the measurements, such as "ik" -> the tool's name in the tables,
 where it is another one.

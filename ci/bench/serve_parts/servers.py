@@ -1,5 +1,5 @@
-"""Prepares the servers whose speed is compared: mlcbuild's server with bundles, and llama.cpp's server with
-GGUF files of the same random checkpoint.
+"""Prepares the servers whose speed is compared: mlcbuild's server with bundles, llama.cpp's server with GGUF
+files of the same random checkpoint, and vLLM's server with the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import tarfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import engines
+import vllm_server
 
 SHAPE = "smollm2-135m"
 CONTEXT, SLOTS = 512, 16
@@ -56,20 +57,33 @@ class Running:
     pid: int
 
     def cpu(self) -> float:
-        """Returns the CPU seconds that the measured server's process has used since its start, with all of
-        its threads but without child processes; 0 if the system does not report them."""
-        try:
-            words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+        """Returns the CPU seconds that the measured server's processes have used since their start; 0 if the
+        system does not report them."""
+        return sum(_cpu(pid) for pid in _family(self.pid))
+
+
+def _cpu(pid: int) -> float:
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _family(pid: int) -> list[int]:
+    """Returns the numbers of a process and of all processes that it has started, directly or not."""
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            children += map(int, path.read_text().split())
+    return [pid, *(member for child in children for member in _family(child))]
 
 
 def prepare(directory: Path, schemes: list[str], threads: int, target: str) -> list[Competitor]:
     """Creates missing environments, models and server programs below `directory`, and returns the servers to
     compare, which are not started: mlcbuild's with each of the quantization schemes, then llama.cpp's with
-    each of its formats, with and without flash attention. llama.cpp's are left out if its GGUF file could not
-    be created. Raises CalledProcessError if another step fails, such as the build of a bundle or of
+    each of its formats, with and without flash attention, then vLLM's. llama.cpp's are left out if its GGUF
+    file could not be created, and vLLM's if it cannot be installed or not be held to the target. Raises CalledProcessError if another step fails, such as the build of a bundle or of
     llama.cpp's server."""
     engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
     listed = _ours(directory / SHAPE, schemes, threads)
@@ -102,6 +116,16 @@ def _llama(directory: Path, threads: int, target: str) -> list[Competitor]:
         for form in FORMATS
         for flash in ("on", "off")
     ]
+
+
+def _vllm(directory: Path, threads: int) -> list[Competitor]:
+    checkpoint = directory / SHAPE / "checkpoint"
+    try:
+        command = vllm_server.command(directory, checkpoint, (CONTEXT, SLOTS))
+    except subprocess.CalledProcessError as error:
+        print(f"vllm is left out: {error.cmd[0]} failed; see {error.output}", flush=True)
+        return []
+    return [Competitor("vllm bfloat16", command, False, vllm_server.variables(threads))]
 
 
 def _gguf(area: Path, python: str, form: str) -> Path:
