@@ -83,12 +83,17 @@ def prepare(directory: Path, schemes: list[str], threads: int, target: str) -> l
     """Creates missing environments, models and server programs below `directory`, and returns the servers to
     compare, which are not started: mlcbuild's with each of the quantization schemes, then llama.cpp's with
     each of its formats, with and without flash attention, then vLLM's. llama.cpp's are left out if its GGUF
-    file could not be created, and vLLM's if it cannot be installed or not be held to the target. Raises CalledProcessError if another step fails, such as the build of a bundle or of
-    llama.cpp's server."""
-    engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
-    listed = _ours(directory / SHAPE, schemes, threads)
+    file could not be created, and vLLM's if it cannot be installed or not be held to the target. Raises
+    CalledProcessError if another step fails, such as the build of a bundle or of llama.cpp's server. target:
+    "host", or "x86-64-v3" for servers that use AVX2 and nothing newer."""
+    engines.prepare(directory, SHAPE, schemes[:1], ["llama"], target)
+    listed = _ours(directory / SHAPE, schemes, threads, target)
     if (directory / SHAPE / "llama" / "q4_0.gguf").is_file():
-        listed += _llama(directory, threads)
+        listed += _llama(directory, threads, target)
+    if target == "host":
+        listed += _vllm(directory, threads)
+    else:
+        print(f"vllm is left out: it cannot be held to {target}", flush=True)
     return listed
 
 
