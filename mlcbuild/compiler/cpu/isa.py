@@ -51,7 +51,7 @@ class ISA:
     offset, which need twice as many registers."""
     dot_batch: int
     """Maximum number of rows of activations x that share one pass over weights in int8 products, when weights
-    stream from memory."""
+    stream from memory: a power of two, at least 4."""
     dot_tile: tuple[int, int] | None
     """(rows of activations x, vector registers along the weight rows, with a lane for each weight row) in the
     register tile of an int8 product with many rows, which first unpacks weights into a buffer. None: weights
@@ -62,6 +62,12 @@ class ISA:
     """True if the instruction set has Arm's smmla, which multiplies two rows of x with two rows of weights,
     eight bytes of each.
     """
+
+    @property
+    def dot_batches(self) -> tuple[int, ...]:
+        """Returns the numbers of rows of activations x that can share one pass over weights in int8 products:
+        powers of two from 2 to `dot_batch`."""
+        return tuple(1 << i for i in range(1, self.dot_batch.bit_length()))
 
 
 _X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
@@ -126,7 +132,7 @@ ISAS: tuple[ISA, ...] = (
         tile_rows=3,
         stream_rows=2,
         batch=4,
-        dot_batch=4,
+        dot_batch=8,
         dot_tile=(4, 2),
     ),
     ISA(
@@ -138,8 +144,8 @@ ISAS: tuple[ISA, ...] = (
         tile_rows=3,
         stream_rows=2,
         batch=4,
-        dot_batch=4,
-        dot_tile=(3, 2),
+        dot_batch=8,
+        dot_tile=(4, 2),
     ),
     replace(
         _NEON,

@@ -70,7 +70,9 @@ define linkonce_odr <{0} x i16> @mlcbuild_in_order(<{0} x i16> %sums) alwaysinli
 """
 """LLVM code of a function that returns its argument, a vector of int16 lanes, and keeps LLVM from reordering
 the products that are added. Otherwise it adds them as a tree, and computes one column of a register tile
-after the other, for which a tile of 3 x 2 vectors needs more than the 16 registers of AVX2."""
+after the other, for which a tile of 4 x 2 vectors needs more than the 16 registers of AVX2: its 8 vectors of
+int16 sums, two of weights and one of activations fit, and its float32 sums are in memory until a group of
+weights ends."""
 
 
 @dataclass(frozen=True)

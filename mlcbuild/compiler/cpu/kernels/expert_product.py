@@ -24,6 +24,7 @@ from tvm.tirx import Buffer, Expr, PrimFunc
 from mlcbuild.compiler.cpu.kernels import float_product, int8_product
 from mlcbuild.compiler.cpu.kernels.cores import FIXED, before_others, counter, one_launch, shared
 from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores
+from mlcbuild.compiler.cpu.kernels.int8_call import Int8Call
 from mlcbuild.compiler.cpu.kernels.linear import Linear, row_format, tiles
 from mlcbuild.compiler.cpu.kernels.prologue import RowSource
 from mlcbuild.compiler.cpu.kernels.quantize_activations import quantize_row
@@ -234,14 +235,14 @@ def _product(
         batch, width = float_product.streamed_batch(form), linear.isa.stream_rows
         part = _Part(float_tile, -(-linear.n // width), width, (1, batch))
         return lambda row: float_product.pack_row(form, ready(row), lines, row), part
-    matrix, most = tiles(linear), linear.isa.dot_batch
+    matrix = tiles(linear)
     records = T.alloc_buffer((rows, matrix.records.stride), "int32")
-    product_call = int8_product.Int8Call(matrix, tuple(weights), output, ready, records, rows)
+    product_call = Int8Call(matrix, tuple(weights), output, ready, records, rows)
 
     def int8_tile(expert: Expr, tile: Expr, x_rows: Sequence[Expr], places: Sequence[Expr]) -> None:
         int8_product.stream_tile(replace(product_call, first=expert * matrix.tiles), tile, x_rows, places)
 
-    part = _Part(int8_tile, matrix.tiles, TILE_ROWS, (1, most // 2, most))
+    part = _Part(int8_tile, matrix.tiles, TILE_ROWS, (1, *linear.isa.dot_batches))
     return lambda row: quantize_row(matrix.records, ready(row), records, row), part
 
 
