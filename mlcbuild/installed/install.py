@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 from mlcbuild import locking, session
@@ -64,22 +64,24 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
     return entry
 
 
+def activity_lock(root: Path) -> Path:
+    """Returns the path of a lock file in the store at `root`. Each process holds it shared while it installs
+    a model, and the garbage collection alone while it removes what others have left."""
+    return root / entries.DIRECTORY / ".installing.lock"
+
+
 def remove_unfinished(root: Path) -> None:
     """Removes the parts of bundles that interrupted downloads have left among the installed models of the
     store at `root`, unless a process is installing a model now. Parts that cannot be removed stay."""
     directory = root / entries.DIRECTORY
-    with ExitStack() as stack, suppress(OSError):
-        for path in directory.glob(".*.lock"):
-            lock = try_lock(path)
-            if lock is None:
-                return
-            stack.enter_context(lock)
-        for entry in directory.iterdir():
-            part = unfinished(entry / BUNDLE)
-            if part.is_dir():
+    with suppress(OSError):
+        parts = [part for entry in directory.iterdir() if (part := unfinished(entry / BUNDLE)).is_dir()]
+        lock = try_lock(activity_lock(root), keep=True) if parts else None
+        with lock or nullcontext():
+            for part in parts if lock else []:
                 shutil.rmtree(part, ignore_errors=True)
                 with suppress(OSError):  # It holds an installed model.
-                    entry.rmdir()
+                    part.parent.rmdir()
 
 
 def _stats(source: str) -> entries.Stats:

@@ -5,6 +5,7 @@ installed yet.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,19 +99,21 @@ def _new(source: str, options: InstallOptions, words: str) -> InstalledModel:
     Raises UsageError for a wrong scheme or source, StoreError if the store cannot be written, the error of a
     build or download that fails, and KeyboardInterrupt if the build was interrupted."""
     from mlcbuild.canon import bytes_digest
-    from mlcbuild.installed.install import install
+    from mlcbuild.installed.install import activity_lock, install
     from mlcbuild.store.locks import holder, try_lock, wait_lock
 
     place = options.root / entries.DIRECTORY / f".{bytes_digest(os.fsencode(source))[:16]}.lock"
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lock = try_lock(place)
-        if lock is None:
-            options.note(f"{source}: another mlcbuild installs it ({holder(place)}): waiting for its end")
-            lock = wait_lock(place)
-    except OSError as error:
-        raise StoreError(f"{place.parent}: cannot be written: {error.strerror or error}") from None
-    with lock:
+    with ExitStack() as held:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            lock = try_lock(place)
+            if lock is None:
+                options.note(f"{source}: another mlcbuild installs it ({holder(place)}): waiting for its end")
+                lock = wait_lock(place)
+            held.enter_context(lock)
+            held.enter_context(wait_lock(activity_lock(options.root), shared=True, keep=True))
+        except OSError as error:
+            raise StoreError(f"{place.parent}: cannot be written: {error.strerror or error}") from None
         return _kept(source, options, words) or install(source, words, options)
 
 
