@@ -16,7 +16,7 @@ from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
 from mlcbuild.targets.target import Target
 from tests import kernelbench
-from tests.compiler.test_kernels import MODEL, module, product_kernel, scheme_kernels
+from tests.compiler.test_kernels import MODEL, module, product_kernel, scheme_kernels, widest
 from tests.kernelbench import TARGETS
 from tests.libharness import EVERY
 from tests.schemes import SCHEMES
@@ -162,14 +162,16 @@ def test_other_architectures(target: Target, instruction: str, names: tuple[str,
     assert kernelbench.libraries_called(asm) == set()
 
 
-def test_prompts_are_multiplied_in_registers() -> None:
-    """Checks that LLVM keeps the order of a register tile's products with AVX2: of its 8 vectors of float32
-    sums, each is stored once in a group. In another order, dozens of vectors would be stored and loaded again.
-    """
-    code = module("avx2").code(product_kernel("avx2", "q4a8_1", MODEL))
+@pytest.mark.parametrize(
+    ("scheme", "instruction", "count"), [("q4a8_1", "vpmaddubsw", 64), ("q8a8_1", "vpmaddwd", 128)]
+)
+def test_prompts_are_multiplied_in_registers(scheme: str, instruction: str, count: int) -> None:
+    """Checks that LLVM keeps the order of a register tile's products with AVX2: each of its 8 vectors of
+    float32 sums is stored once in a group. In another order, dozens of vectors would be stored and loaded."""
+    code = module("avx2").code(product_kernel("avx2", scheme, widest("avx2", scheme)))
     lines = [line for line in code.splitlines() if re.match(r"\s+[a-z]|\.LBB", line)]
-    last = max(i for i, line in enumerate(lines) if "vpmaddubsw" in line)
+    last = max(i for i, line in enumerate(lines) if instruction in line)
     start = max(i for i, line in enumerate(lines[:last]) if line.startswith("."))
     loop = lines[start : last + 1]
-    assert sum("vpmaddubsw" in line for line in loop) == 64
+    assert sum(instruction in line for line in loop) == count
     assert sum(bool(re.search(r"vmov\w+\s+%ymm\d+, .*%rsp", line)) for line in loop) <= 9

@@ -63,12 +63,12 @@ def looked_up(codes: Expr, table: Sequence[int], dtype: str, lanes: int) -> Expr
 
 
 _IN_ORDER = """
-define linkonce_odr <{0} x i16> @mlcbuild_in_order(<{0} x i16> %sums) alwaysinline nounwind {{
-  %same = call <{0} x i16> asm sideeffect "", "=v,0"(<{0} x i16> %sums) memory(none)
-  ret <{0} x i16> %same
+define linkonce_odr <{0} x i{1}> @mlcbuild_in_order_{1}(<{0} x i{1}> %sums) alwaysinline nounwind {{
+  %same = call <{0} x i{1}> asm sideeffect "", "=v,0"(<{0} x i{1}> %sums) memory(none)
+  ret <{0} x i{1}> %same
 }}
 """
-"""LLVM code of a function that returns its argument, a vector of int16 lanes, and keeps LLVM from reordering
+"""LLVM code of a function that returns its argument, a vector of integer sums, and keeps LLVM from reordering
 the products that are added. Otherwise it adds them as a tree, and computes one column of a register tile
 after the other, for which a tile of 4 x 2 vectors needs more than the 16 registers of AVX2: its 8 vectors of
 int16 sums, two of weights and one of activations fit, and its float32 sums are in memory until a group of
@@ -228,9 +228,10 @@ class Products:
 
     def adding(self) -> AbstractContextManager[None]:
         """Returns a context manager without a value, inside which code of `step` must be emitted."""
-        if self.way != "pmaddubsw":
+        if self.way not in ("pmaddubsw", "pmaddwd"):
             return nullcontext()
-        text = _IN_ORDER.format(2 * self.isa.lanes)
+        bits = 16 if self.narrow else 32
+        text = _IN_ORDER.format(32 * self.isa.lanes // bits, bits)
         return cast(AbstractContextManager[None], T.attr(T.int32(0), "pragma_import_llvm", text))
 
     def start(self, correction: Expr) -> Expr:
@@ -253,14 +254,16 @@ class Products:
         if self.parts == 2:
             w, a = (T.reinterpret(typed("int16", 2 * lanes), operand) for operand in both)
             if self.way == "pmaddwd":
-                return total + intrinsic(typed("int32", lanes), _PAIRS_OF_WORDS[lanes], w, a)
+                kind = typed("int32", lanes)
+                total += intrinsic(kind, _PAIRS_OF_WORDS[lanes], w, a)
+                return T.call_extern(kind, "mlcbuild_in_order_32", total)
             # 255 * 127 fits an int16.
             return total + (w * a if self.way == "mul16" else self._pair_sums(w * a))
         w, a = (T.reinterpret(typed("int8", 4 * lanes), operand) for operand in both)
         if self.way == "pmaddubsw":
             kind = typed("int16", 2 * lanes)
             total += intrinsic(kind, _PAIRS_OF_BYTES[lanes], w, a)
-            return T.call_extern(kind, "mlcbuild_in_order", total)
+            return T.call_extern(kind, "mlcbuild_in_order_16", total)
         return intrinsic(typed("int32", lanes), _QUADS_OF_BYTES[self.way, lanes], total, w, a)
 
     def widened(self, total: Expr) -> Expr:
