@@ -34,21 +34,6 @@ def test_append_then_attend(case: Case, target: str) -> None:
         assert np.abs(actual - world.expected(new)).max() < (2e-3 if case.dtype == "float16" else 1e-5)
 
 
-@pytest.mark.parametrize(("case", "target"), PAIRS[:6], ids=str)
-def test_a_prompt_gets_the_same_in_every_company(case: Case, target: str) -> None:
-    """Checks that the attention output of a prompt has the same bits whether it is computed alone or in a
-    batch with others, also if it continues a sequence in the middle of a page."""
-    world = World(case, [(37, 90), (3, 1), (0, 101)], 9)
-    world.append(target, world.rows(lambda before, new: range(before)))
-    rows = world.rows(lambda before, new: range(before, before + new))
-    queries = world.append(target, rows)
-    together = world.attend(target, queries, rows)
-    for sequence in range(3):
-        mine = [i for i, (owner, _) in enumerate(rows) if owner == sequence]
-        alone = world.attend(target, aligned(queries[mine]), [rows[i] for i in mine])
-        np.testing.assert_array_equal(alone, together[mine])
-
-
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_a_sequence_gets_the_same_in_every_company(case: Case) -> None:
     """Checks that the attention output of a sequence has the same bits whether it is computed alone or in a

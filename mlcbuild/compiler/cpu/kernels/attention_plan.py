@@ -14,7 +14,6 @@ from tvm.tirx import Buffer, Expr
 from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.floats import Floats, registers
 from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
-from mlcbuild.compiler.cpu.kernels.vectors import i64
 from mlcbuild.models import Alibi
 
 PART = 16
@@ -36,26 +35,15 @@ HIDDEN = -2e30
 """Value of a masked score. It is so far below the initial value of the running maximum (LOWEST) that its
 softmax weight is almost zero (at most about 1e-38), and not NaN.
 """
-LINE = 6
-"""Column of the task table that holds the index of a task's first partial result, -1 if its results are
-complete.
-"""
 PAIR = 32
 """Number of query vectors (one head of one row each) whose attention tile registers compute together: two
 tiles.
 """
-PROMPT_VECTORS, PLAIN_VECTORS = 192, 72
-"""Maximum number of query vectors (one head of one row each) of an attention task of a prompt: on AMX tile
-registers, and on other processors, where it is a multiple of the vectors of every register tile. They share
-the cost of converting keys and values: when it was set, the first number reduced attention to 512 tokens of
-SmolLM2-135M's shape from 14.3 to 11.8 ms (`ci/bench/cpu`, two threads of a processor with AMX).
+PROMPT_VECTORS = 192
+"""Maximum number of query vectors (one head of one row each) of an attention task on AMX tile registers. They
+share the cost of converting keys and values to tiles: when it was set, this number reduced attention to 512
+tokens of SmolLM2-135M's shape from 14.3 to 11.8 ms (`ci/bench/cpu`, two threads of a processor with AMX).
 """
-MANY_TASKS = 16
-"""Minimum number of attention tasks per KV head for which tasks are ordered by part of a sequence and then by
-KV head, if there are few new tokens (SHORT). With fewer tasks, cores would not be equally busy. The order
-reduced a step of 8 sequences of SmolLM2-135M's shape from 20.8 to 18.9 ms of CPU time (`ci/bench/cpu`)."""
-SHORT = 4
-"""Maximum new tokens per sequence, on average, with which a block's tasks for all KV heads run in a row."""
 
 
 @dataclass(frozen=True)
@@ -148,30 +136,15 @@ class AttentionKernel:
         return -(-self.block * self.heads.group // self.tile) * self.tile
 
     @property
-    def has_plain_prompts(self) -> bool:
-        """Returns True if sequences with more than FEW new rows are computed as attention_prompt.py does: in
-        float32, by larger tasks."""
-        return not (self.has_prompt_variant or self.heads.latent)
-
-    @property
-    def prompt_tile(self) -> tuple[int, int]:
-        """Returns the size of the register tiles of a prompt in float32, (query vectors, vectors of tokens or
-        of values): their sums fill three quarters of the registers."""
-        columns = 4 if self.isa.lanes == 4 and self.registers == 32 else 2
-        return 3 * self.registers // (4 * columns), columns
-
-    @property
     def prompt_block(self) -> int:
-        """Returns the maximum number of prompt rows (tokens) of one sequence in an attention task: together
-        at most 192 query vectors (one head of one row each) on AMX and 72 in float32, but at least one row.
+        """Returns the maximum number of prompt rows (tokens) of one sequence in an attention task on AMX:
+        together at most 192 query vectors (one head of one row each), but at least one row.
         """
-        most = PROMPT_VECTORS if self.has_prompt_variant else PLAIN_VECTORS
-        return max(1, most // self.heads.group)
+        return max(1, PROMPT_VECTORS // self.heads.group)
 
     @property
     def prompt_capacity(self) -> int:
-        step = PAIR if self.has_prompt_variant else self.prompt_tile[0]
-        return -(-self.prompt_block * self.heads.group // step) * step
+        return -(-self.prompt_block * self.heads.group // PAIR) * PAIR
 
 
 @dataclass(frozen=True)
@@ -215,15 +188,14 @@ class Call:
         oldest = T.max(T.Cast("int64", self.positions[first]) - self.window + 1, T.int64(0))
         return T.bind(T.Cast("int32", oldest) // PAGE), T.bind((end - 1) // PAGE), end
 
-    def block(self, count: Expr) -> Expr:
+    @property
+    def block(self) -> Expr:
         """Returns an int32 expression of the kernel: the maximum number of rows (tokens) in an attention
         task, the unit of work in which one core computes some rows of one sequence for one KV head. It is
-        larger for prompts. count: number of new rows of the sequence.
+        larger for prompt rows that AMX computes.
         """
         few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
-        if self.prompt is not None:
-            return T.Select(self.prompt == 0, few, many)
-        return T.Select(self.few(count), few, many) if self.spec.has_plain_prompts else few
+        return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
 
     def few(self, count: Expr) -> Expr:
         """Returns the condition, an expression of the kernel, that a sequence with `count` new rows has so
@@ -232,7 +204,7 @@ class Call:
         return count <= (FEW if self.prompt is None else T.Select(self.prompt == 0, T.int32(FEW), T.int32(0)))
 
     def blocks(self, count: Expr) -> Expr:
-        block = T.bind(self.block(count))
+        block = T.bind(self.block)
         return T.bind(T.truncdiv(count + block - 1, block))
 
     def parts(self, sequence: Expr, first: Expr, count: Expr) -> Expr:
@@ -271,9 +243,8 @@ def plan(call: Call) -> Expr:
         few = T.bind(call.few(rows))
         lowest = T.bind(call.pages_seen(sequence, start, T.max(rows, 1))[0] // PART)
         with T.serial(call.blocks(rows)) as block, T.serial(parts) as part:
-            size = T.bind(call.block(rows))
-            offset = T.bind(block * size)
-            count = T.bind(T.min(size, rows - offset))
+            offset = T.bind(block * call.block)
+            count = T.bind(T.min(call.block, rows - offset))
             oldest, newest, end = call.pages_seen(sequence, start + offset, count)
             edge = T.bind((lowest + part) * PART)
             begin = T.Select(few, T.max(oldest, edge), oldest)
@@ -283,24 +254,6 @@ def plan(call: Call) -> Expr:
                 T.buffer_store(call.plan, value, [at[0], i])
             T.buffer_store(at, at[0] + 1, [0])
     return T.bind(T.Cast("int64", at[0]))
-
-
-def task_place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (row of the task table, KV head) for attention task number `index`, one block of a sequence's
-    rows for one KV head. With at most SHORT new rows per sequence and at least MANY_TASKS blocks, a block's
-    tasks follow each other, since a page holds all KV heads; otherwise a KV head's tasks do, and early and
-    late blocks alternate. rows: number of new rows; total: number of blocks."""
-    heads = i64(call.spec.heads.kv)
-    streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
-    number = T.Select(streamed, T.truncdiv(index, heads), folded(T.bind(T.truncmod(index, total)), total))
-    return T.bind(number), T.bind(T.Select(streamed, T.truncmod(index, heads), T.truncdiv(index, total)))
-
-
-def folded(index: Expr, blocks: Expr) -> Expr:
-    """Returns entry `index` of the order 0, last, 1, last - 1, ... of `blocks` blocks. Later blocks of a
-    sequence attend to more keys, so every run of indices that one core computes has early and late blocks."""
-    half = T.bind(T.truncdiv(index, T.int64(2)))
-    return T.Select(half * 2 == index, half, blocks - 1 - half)
 
 
 def join(call: Call, sequence: Expr) -> None:
@@ -351,17 +304,3 @@ def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Exp
     with T.serial(heads.value_dim // floats.lanes) as k:
         value = floats.load(call.out, row, column + k * floats.lanes) * floats.spread(share)
         floats.store(call.out, value, row, column + k * floats.lanes)
-
-
-def alibi_bias(spec: AttentionKernel, slope: Expr, start: Expr, newest: Expr) -> Expr:
-    """Returns the ALiBi biases, a float32 vector, of consecutive keys for one query vector: slope * (key -
-    query) or, unless spec.alibi is "exact", bf16(slope * bf16(key)) * spec.scale, where softmax cancels the
-    query. slope: that of the query's head; start: position of the first key; newest: that of the query."""
-    floats = spec.scores
-    slopes = floats.spread(slope)
-    keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start
-    if spec.alibi == "exact":
-        return slopes * floats.whole(keys - floats.spread(newest))
-    # Rounded to bfloat16 as the models do: of a few thousand keys, neighbours have the same bias.
-    numbers = T.bind(floats.rounded(floats.whole(keys)))
-    return floats.rounded(slopes * numbers) * floats.constant(spec.scale)
