@@ -215,6 +215,7 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.compiler.cpu.kernels.amx": KERNELS,
     "mlcbuild.compiler.cpu.kernels.amx_weights": KERNELS,
     "mlcbuild.compiler.cpu.kernels.attention_amx": KERNELS,
+    "mlcbuild.compiler.cpu.kernels.attention_prompt": KERNELS,
     "mlcbuild.compiler.cpu.kernels.bf16_math": KERNELS,
     "mlcbuild.compiler.cpu.kernels.dot": KERNELS,
     "mlcbuild.compiler.cpu.kernels.epilogue": KERNELS,

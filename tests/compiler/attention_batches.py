@@ -66,6 +66,7 @@ class Case:
 CASES = [
     Case((9, 3, 64)),
     Case((8, 1, 80), window=37, rope_dim=20),
+    Case((8, 1, 16), window=3),
     Case((4, 4, 10), softcap=1.5, bias=True),
     Case((6, 2, 128), "float16", norm=True),
     Case((2, 2, 33 * 2), "float16", window=5, softcap=3.0, bias=True, norm=True),
@@ -249,11 +250,9 @@ class World:
                 actual.append(softmax_values(self.case, query, keys[:, kv], values[:, kv]))
         return np.array(actual).reshape(len(rows), -1)
 
-    def attend(
-        self, target: str, qkv: Array, rows: Sequence[tuple[int, int]], prompt: int | None = None
-    ) -> Array:
+    def attend(self, target: str, qkv: Array, rows: Sequence[tuple[int, int]], prompt: int = 0) -> Array:
         """Compiles the attention kernel for a target and runs it on rows (sequence, position). prompt: value
-        of the argument `prompt`, for kernels that have a variant for prompts."""
+        of the argument `prompt`, not 0 for rows of prompts."""
         return self.attend_by(attending(self.case, target), qkv, rows, prompt)
 
     def attend_by(
@@ -261,12 +260,12 @@ class World:
         attend: Callable[..., None],
         qkv: Array,
         rows: Sequence[tuple[int, int]],
-        prompt: int | None,
+        prompt: int,
         columns: int = 0,
     ) -> Array:
         """Runs a compiled attention kernel on the queries `qkv` of the rows (sequence, position), and returns
         its float32 output, one row for each. prompt: value of the kernel's argument that selects the variant
-        for prompts, None if it has none; columns: width of the output if it is more than heads * head
+        for prompts; columns: width of the output if it is more than heads * head
         size."""
         batch, heads = self.batch, self.heads
         counts = [sum(s == sequence for s, _ in rows) for sequence in range(len(batch.parts))]
@@ -279,7 +278,7 @@ class World:
         ]
         out = aligned(np.full((len(rows), columns or heads.query * heads.dim), np.nan, np.float32))
         arrays = [device(np.array(index, np.int32)) for index in indexes]
-        numbers = [LAYER, self.case.window or NO_WINDOW, *([] if prompt is None else [prompt])]
+        numbers = [LAYER, self.case.window or NO_WINDOW, prompt]
         attend(share(qkv), share(self.cache), *arrays, *numbers, share(out))
         return out
 

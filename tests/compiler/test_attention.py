@@ -30,8 +30,24 @@ def test_append_then_attend(case: Case, target: str) -> None:
         if old:
             world.append(target, old)
         new = world.rows(lambda before, new: range(before, before + new))
-        actual = world.attend(target, world.append(target, new), new)
-        assert np.abs(actual - world.expected(new)).max() < (2e-3 if case.dtype == "float16" else 1e-5)
+        queries, expected = world.append(target, new), world.expected(new)
+        for prompt in (0, 1):
+            error = np.abs(world.attend(target, queries, new, prompt) - expected).max()
+            assert error < (2e-3 if case.dtype == "float16" else 1e-5), (parts, prompt)
+
+
+@pytest.mark.parametrize(("case", "target"), PAIRS[:6], ids=str)
+def test_a_prompt_gets_the_same_however_it_is_cut(case: Case, target: str) -> None:
+    """Checks that the attention output of prompt rows has the same bits whether they are computed in one
+    step, beside other sequences, or in pieces, down to a single row."""
+    world = World(case, [(20, 1), (37, 100), (129, 3)], 9)
+    world.append(target, world.rows(lambda before, new: range(before)))
+    rows = world.rows(lambda before, new: range(before, before + new))
+    queries = world.append(target, rows)
+    together = world.attend(target, queries, rows, prompt=1)
+    for start, end in ((0, 1), (1, 30), (30, 31), (31, 101), (101, 104)):
+        actual = world.attend(target, aligned(queries[start:end]), rows[start:end], prompt=1)
+        np.testing.assert_array_equal(actual, together[start:end])
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)

@@ -100,7 +100,7 @@ def attend(target: Target) -> Workload:
             tables = [tensor(np.array(values, "int32")) for values in (*index, range(sequences * each))]
             lengths = tensor(np.full(sequences, length, "int32"))
             out = tensor(np.zeros((rows, heads.query * heads.value_dim), "float32"))
-            call = (qkv, pages, *tables, lengths, tensor(ends), 0, NO_WINDOW, out)
+            call = (qkv, pages, *tables, lengths, tensor(ends), 0, NO_WINDOW, 0, out)
             yield Load(f"{sequences} x {new} rows at {length}", [call])
 
     return Workload(lambda: attention(spec), loads())

@@ -137,7 +137,7 @@ class CpuOps(Parts):
             "attention.decode": f"paged_attention{form}_by_{PART * PAGE}.{self.isa.name}",
         }
         attention = self.attending(self.config.layers[0].mixer)
-        if attention.has_prompt_variant:
+        if attention.uses_tiles:
             chosen["attention.prompt"] = f"paged_attention{form}_bf16.{self.isa.name}"
         fallbacks: dict[str, str] = {}
         if reason := attention.fallback:

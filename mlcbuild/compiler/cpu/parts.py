@@ -252,9 +252,7 @@ class Parts:
         attention's output projection."""
         columns = self.pair_columns(spec.feed_forward)
         able = (
-            self.attending(spec.mixer).has_prompt_variant
-            and output.has_prompt_variant
-            and amx.Packed.fits(output.k)
+            self.attending(spec.mixer).uses_tiles and output.has_prompt_variant and amx.Packed.fits(output.k)
         )
         return columns if able and columns >= 2 * output.k else 0
 

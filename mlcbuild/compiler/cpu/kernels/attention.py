@@ -9,8 +9,9 @@ A sequence with at most FEW rows, as in decoding, is also divided along its page
 heads to keep all cores busy. Parts start at fixed positions, so the result of a row depends only on its own
 sequence. The parts' sums are combined at the end, as in flash decoding (Dao et al., 2023).
 
-If the kernel's argument `prompt` is not 0, tile registers of a CPU with AMX compute all rows of a batch
-instead and round to bfloat16 (attention_amx.py)."""
+If the kernel's argument `prompt` is not 0, all rows of a batch are computed by larger tasks instead: in
+float32 (attention_prompt.py), or rounded to bfloat16 by the tile registers of a CPU with AMX
+(attention_amx.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from mlcbuild_format.abi import PAGE
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
-from mlcbuild.compiler.cpu.kernels import attention_amx
+from mlcbuild.compiler.cpu.kernels import attention_amx, attention_prompt
 from mlcbuild.compiler.cpu.kernels.attention_plan import (
     FEW,
     HIDDEN,
@@ -29,20 +30,16 @@ from mlcbuild.compiler.cpu.kernels.attention_plan import (
     PART,
     AttentionKernel,
     Call,
+    alibi_bias,
+    folded,
     join,
     plan,
+    task_place,
 )
 from mlcbuild.compiler.cpu.kernels.cores import before_others, counter, one_launch, shared
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, registers, scratch, size_var
 from mlcbuild.compiler.cpu.kernels.int8_cache import scaled
-from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
-
-MANY_TASKS = 16
-"""Minimum number of attention tasks per KV head for which tasks are ordered by part of a sequence and then by
-KV head, if there are few new tokens (SHORT). With fewer tasks, cores would not be equally busy. The order
-reduced a step of 8 sequences of SmolLM2-135M's shape from 20.8 to 18.9 ms of CPU time (`ci/bench/cpu`)."""
-SHORT = 4
-"""Maximum new tokens per sequence, on average, with which a block's tasks for all KV heads run in a row."""
+from mlcbuild.compiler.cpu.kernels.vectors import prefetch
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
 """The place of keys or values in the KV cache: (buffer of all pages, layer, page's index in it, KV head)."""
@@ -70,9 +67,9 @@ def attention(spec: AttentionKernel) -> PrimFunc:
     """Returns the attention kernel for n rows of b sequences: (qkv float32 [n, width] with rotated queries,
     pages [layers, pages, keys and values, KV heads, 16 * head_dim], q_indptr int32 [b+1], page_indptr int32
     [b+1], page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64 (tokens
-    that a query sees), prompt int64 only if the kernel can use AMX, slopes float32 [heads] only with ALiBi,
-    sinks [heads] only with sinks, out float32 [n, columns]). If `prompt` is not 0, AMX computes all rows, and
-    stores them as bfloat16 tiles if `out` is wider than heads * value_dim."""
+    that a query sees), prompt int64 unless keys are latents, slopes float32 [heads] only with ALiBi, sinks
+    [heads] only with sinks, out float32 [n, columns]). If `prompt` is not 0, rows are computed as those of
+    prompts. AMX stores them as bfloat16 tiles if `out` is wider than heads * value_dim."""
     heads = spec.heads
     with kernel("paged_attention", simplified=False) as function:
         rows, batch, table = size_var("n"), size_var("b"), size_var("p")
@@ -116,33 +113,16 @@ def _any_rows(call: Call, rows: Expr, total: Expr) -> None:
     tasks, number = counter(), total * call.spec.heads.kv
     with one_launch():
         with before_others():
-            shared(number, tasks, lambda index: _task(call, *_place(call, rows, total, index)))
+            shared(number, tasks, lambda index: _task(call, *task_place(call, rows, total, index)))
         with T.parallel(call.batch) as sequence:
             join(call, T.Cast("int32", sequence))
 
 
 def _prompts(call: Call, total: Expr) -> None:
     with T.parallel(total * call.spec.heads.kv) as index:
-        number = T.bind(_folded(T.bind(T.truncmod(index, total)), total))
-        attention_amx.task(call, number, T.bind(T.truncdiv(index, total)))
-
-
-def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (row of the task table, KV head) for attention task number `index`, one block of a sequence's
-    rows for one KV head. With at most SHORT new rows per sequence and at least MANY_TASKS blocks, a block's
-    tasks follow each other, since a page holds all KV heads; otherwise a KV head's tasks do, and early and
-    late blocks alternate. rows: number of new rows; total: number of blocks."""
-    heads = i64(call.spec.heads.kv)
-    streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
-    number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
-    return T.bind(number), T.bind(T.Select(streamed, T.truncmod(index, heads), T.truncdiv(index, total)))
-
-
-def _folded(index: Expr, blocks: Expr) -> Expr:
-    """Returns entry `index` of the order 0, last, 1, last - 1, ... of `blocks` blocks. Later blocks of a
-    sequence attend to more keys, so every run of indices that one core computes has early and late blocks."""
-    half = T.bind(T.truncdiv(index, T.int64(2)))
-    return T.Select(half * 2 == index, half, blocks - 1 - half)
+        number = T.bind(folded(T.bind(T.truncmod(index, total)), total))
+        task = (attention_amx if call.spec.uses_tiles else attention_prompt).task
+        task(call, number, T.bind(T.truncdiv(index, total)))
 
 
 def _task(call: Call, number: Expr, head: Expr) -> None:
@@ -312,25 +292,12 @@ def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Ex
         score = T.bind(floats.soft_cap(score, spec.softcap))
     newest = T.bind(task.position[row])
     if task.slope is not None:
-        score = T.bind(score + _bias(task, task.slope, row, (base + part, newest)))
+        slope = T.bind(task.slope[row])
+        score = T.bind(score + alibi_bias(spec, slope, base + part, newest))
     oldest = T.bind(T.Cast("int32", T.max(T.Cast("int64", newest) - window, T.int64(-1))))
     token = T.bind(T.ramp(base + part, 1, floats.lanes) if floats.lanes > 1 else base + part)
     late = T.Select(token <= floats.spread(newest), score, floats.constant(HIDDEN))
     return T.bind(T.Select(token > floats.spread(oldest), late, floats.constant(HIDDEN)))
-
-
-def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> Expr:
-    """Returns the ALiBi biases, a float32 vector, of consecutive keys for one query vector: slope * (key -
-    query) or, unless spec.alibi is "exact", bf16(slope * bf16(key)) * spec.scale, where softmax cancels the
-    query. row: index of the query vector; place: (position of the first key, position of the query)."""
-    spec, floats, (start, newest) = task.spec, task.spec.scores, place
-    slope = floats.spread(T.bind(slopes[row]))
-    keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start
-    if spec.alibi == "exact":
-        return slope * floats.whole(keys - floats.spread(newest))
-    # Rounded to bfloat16 as the models do: of a few thousand keys, neighbours have the same bias.
-    numbers = T.bind(floats.rounded(floats.whole(keys)))
-    return floats.rounded(slope * numbers) * floats.constant(spec.scale)
 
 
 def _values(task: _Task, place: _Place, tile: Expr, tokens: Expr, ahead: _Ahead) -> None:

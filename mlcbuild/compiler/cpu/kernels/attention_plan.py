@@ -14,6 +14,7 @@ from tvm.tirx import Buffer, Expr
 from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.floats import Floats, registers
 from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
+from mlcbuild.compiler.cpu.kernels.vectors import i64
 from mlcbuild.models import Alibi
 
 PART = 16
@@ -39,11 +40,18 @@ PAIR = 32
 """Number of query vectors (one head of one row each) whose attention tile registers compute together: two
 tiles.
 """
-PROMPT_VECTORS = 192
-"""Maximum number of query vectors (one head of one row each) of an attention task on AMX tile registers. They
-share the cost of converting keys and values to tiles: when it was set, this number reduced attention to 512
-tokens of SmolLM2-135M's shape from 14.3 to 11.8 ms (`ci/bench/cpu`, two threads of a processor with AMX).
+PROMPT_VECTORS, PLAIN_VECTORS = 192, 72
+"""Maximum number of query vectors (one head of one row each) of an attention task of a prompt: on AMX tile
+registers, and on other processors, where it is a multiple of the vectors of every register tile. They share
+the cost of converting keys and values: when it was set, the first number reduced attention to 512 tokens of
+SmolLM2-135M's shape from 14.3 to 11.8 ms (`ci/bench/cpu`, two threads of a processor with AMX).
 """
+MANY_TASKS = 16
+"""Minimum number of attention tasks per KV head for which tasks are ordered by part of a sequence and then by
+KV head, if there are few new tokens (SHORT). With fewer tasks, cores would not be equally busy. The order
+reduced a step of 8 sequences of SmolLM2-135M's shape from 20.8 to 18.9 ms of CPU time (`ci/bench/cpu`)."""
+SHORT = 4
+"""Maximum new tokens per sequence, on average, with which a block's tasks for all KV heads run in a row."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,13 @@ class AttentionKernel:
 
     @property
     def has_prompt_variant(self) -> bool:
-        """Returns True if the kernel has a variant for prompt rows on AMX, which rounds to bfloat16."""
+        """Returns True if the kernel has a variant for prompt rows, which an argument selects."""
+        return not self.heads.latent
+
+    @property
+    def uses_tiles(self) -> bool:
+        """Returns True if prompt rows are computed on AMX tile registers, rounded to bfloat16; otherwise they
+        are computed in float32."""
         has_plain_scores = not (self.alibi or self.sinks or self.heads.latent)
         return self.rounded and self.isa.amx and self.heads.dim % 32 == 0 and has_plain_scores
 
@@ -81,7 +95,7 @@ class AttentionKernel:
         """Returns the reason, in words, why attention of prompts does not use AMX although the processor has
         it and the scheme lets prompt rows be rounded to bfloat16. None if it uses AMX, or one of these
         conditions is not met."""
-        if not self.rounded or not self.isa.amx or self.has_prompt_variant:
+        if not self.rounded or not self.isa.amx or self.uses_tiles:
             return None
         if self.heads.latent:
             return "keys and values are latents: prompts' rows are not rounded"
@@ -136,15 +150,24 @@ class AttentionKernel:
         return -(-self.block * self.heads.group // self.tile) * self.tile
 
     @property
+    def prompt_tile(self) -> tuple[int, int]:
+        """Returns the size of the register tiles of a prompt in float32, (query vectors, vectors of tokens or
+        of values): their sums fill three quarters of the registers."""
+        columns = 4 if self.isa.lanes == 4 and self.registers == 32 else 2
+        return 3 * self.registers // (4 * columns), columns
+
+    @property
     def prompt_block(self) -> int:
-        """Returns the maximum number of prompt rows (tokens) of one sequence in an attention task on AMX:
-        together at most 192 query vectors (one head of one row each), but at least one row.
+        """Returns the maximum number of prompt rows (tokens) of one sequence in an attention task: together
+        at most 192 query vectors (one head of one row each) on AMX and 72 in float32, but at least one row.
         """
-        return max(1, PROMPT_VECTORS // self.heads.group)
+        most = PROMPT_VECTORS if self.uses_tiles else PLAIN_VECTORS
+        return max(1, most // self.heads.group)
 
     @property
     def prompt_capacity(self) -> int:
-        return -(-self.prompt_block * self.heads.group // PAIR) * PAIR
+        step = PAIR if self.uses_tiles else self.prompt_tile[0]
+        return -(-self.prompt_block * self.heads.group // step) * step
 
 
 @dataclass(frozen=True)
@@ -167,8 +190,8 @@ class Call:
     layer: Expr
     window: Expr
     prompt: Expr | None
-    """The kernel's integer argument that is not 0 if tile registers compute all rows; None for a kernel
-    without tile registers.
+    """The kernel's integer argument that is not 0 for prompt rows; None for a kernel without a variant for
+    them.
     """
     slopes: Buffer | None  # float32 [heads], slopes of ALiBi
     sinks: Buffer | None  # [heads]
@@ -192,15 +215,15 @@ class Call:
     def block(self) -> Expr:
         """Returns an int32 expression of the kernel: the maximum number of rows (tokens) in an attention
         task, the unit of work in which one core computes some rows of one sequence for one KV head. It is
-        larger for prompt rows that AMX computes.
+        larger for prompt rows.
         """
         few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
         return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
 
     def few(self, count: Expr) -> Expr:
         """Returns the condition, an expression of the kernel, that a sequence with `count` new rows has so
-        few, at most 16, that attention divides its work along the sequence's pages; false if AMX computes the
-        rows."""
+        few, at most 16, that attention divides its work along the sequence's pages; false for prompt rows.
+        """
         return count <= (FEW if self.prompt is None else T.Select(self.prompt == 0, T.int32(FEW), T.int32(0)))
 
     def blocks(self, count: Expr) -> Expr:
@@ -209,8 +232,8 @@ class Call:
 
     def parts(self, sequence: Expr, first: Expr, count: Expr) -> Expr:
         """Returns an expression of the kernel: the number of parts, of up to 16 KV cache pages each, into
-        which attention divides the pages that `count` new rows (tokens) of a sequence attend to; 1 if AMX
-        computes the rows, or for more than 16 rows. first: index of the first row among the rows of the
+        which attention divides the pages that `count` new rows (tokens) of a sequence attend to; 1 for
+        prompt rows, or for more than 16 rows. first: index of the first row among the rows of the
         batch.
         """
         start, stop, _ = self.pages_seen(sequence, first, T.max(count, 1))
@@ -243,8 +266,9 @@ def plan(call: Call) -> Expr:
         few = T.bind(call.few(rows))
         lowest = T.bind(call.pages_seen(sequence, start, T.max(rows, 1))[0] // PART)
         with T.serial(call.blocks(rows)) as block, T.serial(parts) as part:
-            offset = T.bind(block * call.block)
-            count = T.bind(T.min(call.block, rows - offset))
+            size = T.bind(call.block)
+            offset = T.bind(block * size)
+            count = T.bind(T.min(size, rows - offset))
             oldest, newest, end = call.pages_seen(sequence, start + offset, count)
             edge = T.bind((lowest + part) * PART)
             begin = T.Select(few, T.max(oldest, edge), oldest)
@@ -254,6 +278,24 @@ def plan(call: Call) -> Expr:
                 T.buffer_store(call.plan, value, [at[0], i])
             T.buffer_store(at, at[0] + 1, [0])
     return T.bind(T.Cast("int64", at[0]))
+
+
+def task_place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
+    """Returns (row of the task table, KV head) for attention task number `index`, one block of a sequence's
+    rows for one KV head. With at most SHORT new rows per sequence and at least MANY_TASKS blocks, a block's
+    tasks follow each other, since a page holds all KV heads; otherwise a KV head's tasks do, and early and
+    late blocks alternate. rows: number of new rows; total: number of blocks."""
+    heads = i64(call.spec.heads.kv)
+    streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
+    number = T.Select(streamed, T.truncdiv(index, heads), folded(T.bind(T.truncmod(index, total)), total))
+    return T.bind(number), T.bind(T.Select(streamed, T.truncmod(index, heads), T.truncdiv(index, total)))
+
+
+def folded(index: Expr, blocks: Expr) -> Expr:
+    """Returns entry `index` of the order 0, last, 1, last - 1, ... of `blocks` blocks. Later blocks of a
+    sequence attend to more keys, so every run of indices that one core computes has early and late blocks."""
+    half = T.bind(T.truncdiv(index, T.int64(2)))
+    return T.Select(half * 2 == index, half, blocks - 1 - half)
 
 
 def join(call: Call, sequence: Expr) -> None:
@@ -304,3 +346,17 @@ def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Exp
     with T.serial(heads.value_dim // floats.lanes) as k:
         value = floats.load(call.out, row, column + k * floats.lanes) * floats.spread(share)
         floats.store(call.out, value, row, column + k * floats.lanes)
+
+
+def alibi_bias(spec: AttentionKernel, slope: Expr, start: Expr, newest: Expr) -> Expr:
+    """Returns the ALiBi biases, a float32 vector, of consecutive keys for one query vector: slope * (key -
+    query) or, unless spec.alibi is "exact", bf16(slope * bf16(key)) * spec.scale, where softmax cancels the
+    query. slope: that of the query's head; start: position of the first key; newest: that of the query."""
+    floats = spec.scores
+    slopes = floats.spread(slope)
+    keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start
+    if spec.alibi == "exact":
+        return slopes * floats.whole(keys - floats.spread(newest))
+    # Rounded to bfloat16 as the models do: of a few thousand keys, neighbours have the same bias.
+    numbers = T.bind(floats.rounded(floats.whole(keys)))
+    return floats.rounded(slopes * numbers) * floats.constant(spec.scale)
